@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headrace.base.cli import add_config_arguments
 from headrace.base.command_line import Parser, add_verbs, execute
 from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import is_store_url
+from headrace.base.paths import LOCAL, PLACE, is_store_url
 from headrace.base.remote_directory import CACHE
 from headrace.base.verbs import Run, Verb
 
@@ -55,10 +55,10 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         pack.add_arguments(parser)
         return
     if name in ("verify", "stats"):
-        parser.add_argument("directory", metavar="TOKENS", help="a tokens directory, or its URL")
+        parser.add_argument("directory", metavar="TOKENS", type=PLACE, help="a tokens directory, or its URL")
         if name == "stats":
             parser.add_argument(
-                "--html", type=Path, metavar="FILE", help="write the statistics as an HTML page instead"
+                "--html", type=LOCAL.as_path(), metavar="FILE", help="write the statistics as an HTML page instead"
             )
         return
     if name == "clean":

@@ -24,6 +24,9 @@ import xxhash
 from headrace.base.directory import sync
 from headrace.base.errors import DataError
 
+Marker = dict[str, Any]
+"""The result of a finished task, as its marker file records it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -73,7 +76,7 @@ class Task(Protocol):
     def finished(self) -> bool:
         """Whether the completion marker exists."""
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def run(self, report: Report) -> Marker:
         """Does the work unless the task has finished already.
 
         Args:
@@ -87,7 +90,7 @@ class Task(Protocol):
         """
 
 
-def read_marker(directory: Path) -> dict[str, Any] | None:
+def read_marker(directory: Path) -> Marker | None:
     """The completion marker of a finished task, or None when the task has not finished.
 
     Raises:
@@ -96,7 +99,7 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
     return read_marker_file(directory / MARKER, remove=directory)
 
 
-def read_marker_file(path: Path, *, remove: Path) -> dict[str, Any] | None:
+def read_marker_file(path: Path, *, remove: Path) -> Marker | None:
     """The JSON object in a marker, without its checksum, or None if there is no such file.
 
     Args:
@@ -115,12 +118,12 @@ def read_marker_file(path: Path, *, remove: Path) -> dict[str, Any] | None:
         raise DataError(f"{why}\n  try: rm -r {remove} and run again: only its task is repeated") from None
 
 
-def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(value: Mapping[str, Any]) -> Marker:
     """A JSON object with the checksum of its other entries."""
     return {**value, _CHECKSUM: _json_checksum(value)}
 
 
-def without_checksum(value: Any) -> dict[str, Any]:
+def without_checksum(value: Any) -> Marker:
     """The entries of an object from `with_checksum`; objects of older versions have no checksum.
 
     Raises:
@@ -153,7 +156,7 @@ class DirectoryTask:
         """Implements `Task.finished`."""
         return (self.directory / MARKER).is_file()
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def run(self, report: Report) -> Marker:
         """Implements `Task.run`."""
         if (done := read_marker(self.directory)) is not None:
             return done
@@ -163,7 +166,7 @@ class DirectoryTask:
             (scratch / MARKER).write_text(json.dumps(with_checksum(done)), encoding="ascii")
         return done
 
-    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+    def _work(self, scratch: Path, report: Report) -> Marker:
         """Writes the result into `scratch`; returns the contents of the completion marker."""
         raise NotImplementedError
 

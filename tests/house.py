@@ -19,21 +19,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "pipeline"
+PRODUCT = ("headrace", "data_prep", PACKAGE)
 
 
 @dataclass(frozen=True)
 class House:
-    """What was counted: rooms, their arrows ("module -> module"), floors from 1 (empty in a circle), classes."""
+    """What was counted: rooms, their arrows ("module -> module"), floors from 1 (empty in a circle)."""
 
     rooms: frozenset[str]
     arrows: Mapping[tuple[str, str], str]
     floors: Mapping[str, int]
-    classes: Mapping[str, list[str]]
-
-    @property
-    def defined_twice(self) -> dict[str, list[str]]:
-        """The classes of which there is more than one."""
-        return {name: modules for name, modules in self.classes.items() if len(modules) > 1}
 
     def upward(self, layers: list[list[str]]) -> dict[tuple[str, str], str]:
         """The arrows to a layer that is not below, with layers as in the contract, top first."""
@@ -44,17 +39,13 @@ class House:
 def measure(tree: Path = ROOT) -> House:
     sources = {_name(path.relative_to(tree)): ast.parse(path.read_text()) for path in (tree / PACKAGE).rglob("*.py")}
     arrows: dict[tuple[str, str], str] = {}
-    classes: dict[str, list[str]] = defaultdict(list)
     for module, source in sorted(sources.items()):
         for imported in _imports(source, sources.keys()):
             ends = _room(module), _room(imported)
             if all(ends) and ends[0] != ends[1]:
                 arrows.setdefault(ends, f"{module} -> {imported}")
-        for node in source.body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(module)
     rooms = frozenset(filter(None, map(_room, sources)))
-    return House(rooms, arrows, _floors(rooms, arrows), classes)
+    return House(rooms, arrows, _floors(rooms, arrows))
 
 
 def contract(tree: Path = ROOT) -> list[list[str]]:
@@ -125,6 +116,16 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
+def classes_defined_twice(tree: Path = ROOT) -> dict[str, list[str]]:
+    """Name of a class, without its underscore -> the files of the product that define it, where there are several."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in (path for package in PRODUCT for path in (tree / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files[node.name.lstrip("_")].append(str(path.relative_to(tree)))
+    return {name: found for name, found in files.items() if len(found) > 1}
+
+
 def takers_of_the_run(tree: Path) -> int:
     """Files of the package in which a function takes the whole config or the resolved run."""
     return sum(
@@ -156,7 +157,7 @@ def main() -> None:
         "floors": max(house.floors.values(), default=0),
         "arrows upward": len(house.upward(contract(tree))),
         "layers of the contract": len(contract(tree)),
-        "class names defined more than once": len(house.defined_twice),
+        "class names defined more than once": len(classes_defined_twice(tree)),
         "files that take the whole config or run": takers_of_the_run(tree),
         "modules that pipeline.run.session imports (of pipeline)": f"{total:,} ({own})",
     }

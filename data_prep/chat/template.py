@@ -49,7 +49,7 @@ class Rendered:
     unprinted: Mapping[str, int] = field(default_factory=dict)
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """The block `{% generation %} ... {% endgeneration %}`; `found` is whether the template has one."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
@@ -91,8 +91,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # a `break` outside a loop raises Python's SyntaxError
             raise ConversationError(f"the chat template does not compile: {_message(error)}") from None
-        generation = environment.extensions[_Generation.identifier]
-        assert isinstance(generation, _Generation)
+        generation = environment.extensions[_GenerationBlock.identifier]
+        assert isinstance(generation, _GenerationBlock)
         self._has_generation_blocks = generation.found
 
     def fit(self, messages: forms.Messages, *, tools: Sequence[Any] | None = None) -> forms.Messages:
@@ -219,7 +219,7 @@ def _message(error: Exception) -> str:
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    extensions = [_GenerationBlock, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

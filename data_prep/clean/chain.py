@@ -30,7 +30,7 @@ from data_prep.config.cleaning import WordKind
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CleanedText:
     """A text that passed all steps, with their edits."""
 
     text: str
@@ -69,7 +69,7 @@ class Chain:
         self.fields = fields
         self.edits: Counter[str] = Counter()
 
-    def clean(self, text: str, fields: Mapping[str, Any]) -> Kept | Dropped:
+    def clean(self, text: str, fields: Mapping[str, Any]) -> CleanedText | Dropped:
         """Applies the steps to a text.
 
         Args:
@@ -86,7 +86,7 @@ class Chain:
                 if not outcome.text:
                     return Dropped(name, "nothing left")
                 document = outcome
-        return Kept(document.text)
+        return CleanedText(document.text)
 
 
 def build_chain(steps: Sequence[config.StepSection], *, at: str = "clean") -> Chain:

@@ -19,7 +19,7 @@ import numpy as np
 
 from data_prep.config.dedup import DedupSection
 from data_prep.dedup.merge_tasks import TablePlan, Tables
-from data_prep.dedup.table import PAIRS, Hashes, Numbers, Range, write_pairs, write_table
+from data_prep.dedup.table import PAIRS, Hashes, HashRange, Numbers, write_pairs, write_table
 from data_prep.dedup.verify import Signatures
 from data_prep.task import Counts, DirectoryTask, Report
 
@@ -63,7 +63,7 @@ class PairsTask(DirectoryTask):
 
     tables: Tables
     row: int
-    within: Range
+    within: HashRange
     directory: Path
 
     @property

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data_prep.config.dedup import LinesSection
 from data_prep.dedup.lines import EXEMPT
-from data_prep.dedup.table import Numbers, Range, join_slices, ranges, read_slice, run_and_index, run_slice
+from data_prep.dedup.table import HashRange, Numbers, join_slices, ranges, read_slice, run_and_index, run_slice
 from data_prep.formats.memory_map import map_file
 from data_prep.task import Counts, DirectoryTask, Report
 
@@ -82,7 +82,7 @@ def _merge(parts: Sequence[Path], directory: Path, total: int) -> None:
         _open_array(directory / f"{_TABLE}.items.npy", np.dtype("<u4"), (1, total)) as items,
     ):
         for cut in range(cuts if parts else 0):
-            within = Range(cut, cuts)
+            within = HashRange(cut, cuts)
             merged = join_slices([read_slice(0, part, _TABLE, row=0, within=within) for part in parts])
             hashes.write(merged.hashes.astype("<u8", copy=False).tobytes())
             items.write(merged.numbers.astype("<u4").tobytes())
@@ -106,7 +106,7 @@ class RepeatedLinesTask(DirectoryTask):
     """
 
     kept_occurrences: int
-    within: Range
+    within: HashRange
     runs: tuple[Path, ...]
     directory: Path
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data_prep.dedup.table import PAIRS, Numbers, Range, TableSlice, ranges, read_slice, write_pairs
+from data_prep.dedup.table import PAIRS, HashRange, Numbers, TableSlice, ranges, read_slice, write_pairs
 from data_prep.formats.memory_map import map_array
 from data_prep.task import Counts, DirectoryTask, Report
 
@@ -27,7 +27,7 @@ _HASHES, _NUMBERS = "hashes.npy", "numbers.npy"
 class Tables(Protocol):
     """All tables of one kind in a job."""
 
-    def slices(self, *, row: int, within: Range) -> Iterator[TableSlice]:
+    def slices(self, *, row: int, within: HashRange) -> Iterator[TableSlice]:
         """Yields the tables' items in a range of a row, by ascending run."""
 
 
@@ -39,7 +39,7 @@ class RunTables:
     runs: Sequence[Path]
     first: int = 0
 
-    def slices(self, *, row: int, within: Range) -> Iterator[TableSlice]:
+    def slices(self, *, row: int, within: HashRange) -> Iterator[TableSlice]:
         """Implements `Tables.slices`: one slice for each run."""
         for number, directory in enumerate(self.runs, self.first):
             yield read_slice(number, directory, self.name, row=row, within=within)
@@ -56,7 +56,7 @@ class MergeTablesTask(DirectoryTask):
 
     tables: RunTables
     row: int
-    within: Range
+    within: HashRange
     directory: Path
 
     @property
@@ -91,13 +91,13 @@ class MergedTables:
         """The tasks that merge the tables."""
         groups = [self._group(group) for group in range(self.groups)]
         return [
-            MergeTablesTask(tables, row, Range(part, self.parts), self._path(row, part, group))
+            MergeTablesTask(tables, row, HashRange(part, self.parts), self._path(row, part, group))
             for row in range(rows)
             for part in range(self.parts)
             for group, tables in enumerate(groups)
         ]
 
-    def slices(self, *, row: int, within: Range) -> Iterator[TableSlice]:
+    def slices(self, *, row: int, within: HashRange) -> Iterator[TableSlice]:
         """Implements `Tables.slices`: one slice for each group. `within` must lie in one of the `parts`."""
         part = within.part * self.parts // within.parts
         for group in range(self.groups):
@@ -145,9 +145,9 @@ class TablePlan:
         tables = self.tables
         return tables.tasks(self.rows) if isinstance(tables, MergedTables) else []
 
-    def ranges(self) -> list[Range]:
+    def ranges(self) -> list[HashRange]:
         """Ranges that fit into the memory of a task; none spans two parts of merged tables."""
         tables, parts = self.tables, len(ranges(int(self.items.sum())))
         if isinstance(tables, MergedTables):
             parts = -(-parts // tables.parts) * tables.parts
-        return [Range(part, parts) for part in range(parts)]
+        return [HashRange(part, parts) for part in range(parts)]

@@ -33,7 +33,7 @@ _SPACE = 1 << 64
 
 
 @dataclass(frozen=True)
-class Range:
+class HashRange:
     """Hashes whose first word is in [part / parts, (part + 1) / parts) of 2^64."""
 
     part: int
@@ -87,7 +87,7 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
     np.save(directory / f"{name}.items.npy", items)
 
 
-def read_slice(run: int, directory: Path, name: str, *, row: int, within: Range) -> TableSlice:
+def read_slice(run: int, directory: Path, name: str, *, row: int, within: HashRange) -> TableSlice:
     """The items of run number `run` in a range of hashes."""
     hashes = map_array(directory / f"{name}.hashes.npy")[row]
     cut = within.cut(hashes[0])
@@ -140,10 +140,10 @@ def sorted_unique(values: NDArray[Word]) -> NDArray[Word]:
     return ordered[first]
 
 
-def ranges(items: int) -> list[Range]:
+def ranges(items: int) -> list[HashRange]:
     """Splits the hashes into so many ranges that a job of `items` items stays within `MEMORY` per task."""
     parts = max(1, -(-items * _ITEM_BYTES // MEMORY))
-    return [Range(part, parts) for part in range(parts)]
+    return [HashRange(part, parts) for part in range(parts)]
 
 
 def run_and_index(numbers: Numbers) -> tuple[Numbers, Numbers]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import FOLDER, LOCAL, PLACE
 
 if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for them
     from data_prep.importing.documents import TokenSource
-    from data_prep.importing.find import Found
+    from data_prep.importing.find import FoundTokens
     from data_prep.importing.task import Borders, ImportTask, Rules
     from headrace.base.directory import Manifest
 
@@ -23,16 +24,21 @@ _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("tokens", metavar="PREFIX", type=Path, help="folder, file or PREFIX that another tool wrote")
-    parser.add_argument("out", metavar="OUT|RUN_DIR", help="directory to write")
+    parser.add_argument(
+        "tokens", metavar="PREFIX", type=LOCAL.as_path(), help="folder, file or PREFIX that another tool wrote"
+    )
+    parser.add_argument("out", metavar="OUT|RUN_DIR", type=PLACE, help="directory to write")
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        type=Path,
+        type=FOLDER.as_path(),
         help="for tokens: Hugging Face folder of the tokenizer that made them",
     )
     parser.add_argument(
-        "--heldout", metavar="PREFIX", type=Path, help="tokens of the held-out split; default: files named val, ..."
+        "--heldout",
+        metavar="PREFIX",
+        type=LOCAL.as_path(),
+        help="tokens of the held-out split; default: files named val, ...",
     )
     parser.add_argument(
         "--borders",
@@ -57,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         Path(args.out),
         tokenizer=args.tokenizer,
         heldout=args.heldout,
-        choices=Choices(borders=args.borders, eos_id=args.eos_id, eos=args.eos, dtype=args.dtype),
+        choices=StatedFacts(borders=args.borders, eos_id=args.eos_id, eos=args.eos, dtype=args.dtype),
         workers=default_workers() if args.workers is None else args.workers,
     )
     made = manifest.details["imported"]
@@ -74,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Choices:
+class StatedFacts:
     """The command's options for facts that a format may not record; None: taken from format or tokenizer."""
 
     borders: Borders | None = None
@@ -92,7 +98,7 @@ def import_tokens(
     *,
     tokenizer: Path,
     heldout: Path | None = None,
-    choices: Choices = Choices(),
+    choices: StatedFacts = StatedFacts(),
     workers: int = 1,
 ) -> Manifest:
     """Writes the tokens of another tool as a tokens directory; see the options of the command.
@@ -152,11 +158,11 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _all(found: Found) -> list[TokenSource]:
+def _all(found: FoundTokens) -> list[TokenSource]:
     return [source for sources in found.sources.values() for source in sources]
 
 
-def _add_heldout(found: Found, heldout: Found, path: Path) -> None:
+def _add_heldout(found: FoundTokens, heldout: FoundTokens, path: Path) -> None:
     if heldout.kind != found.kind:
         why = f"it holds {heldout.kind}, and the tokens are {found.kind}"
         raise ConfigError("--heldout", str(path), why=why, remedy="give tokens of one format, or run two imports")
@@ -166,7 +172,7 @@ def _add_heldout(found: Found, heldout: Found, path: Path) -> None:
     found.sources["heldout"] = _all(heldout)
 
 
-def _check_tokenizer(found: Found, fingerprint: str, tokenizer: Path) -> None:
+def _check_tokenizer(found: FoundTokens, fingerprint: str, tokenizer: Path) -> None:
     from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, tokenizer_fingerprint  # noqa: PLC0415
 
     named = Path(found.made_with or "")
@@ -178,7 +184,7 @@ def _check_tokenizer(found: Found, fingerprint: str, tokenizer: Path) -> None:
         raise ConfigError("--tokenizer", str(tokenizer), why=why, remedy=str(folder))
 
 
-def _rules(found: Found, tokens: Path, choices: Choices, *, tokenizer: dict[str, Any]) -> Rules:
+def _rules(found: FoundTokens, tokens: Path, choices: StatedFacts, *, tokenizer: dict[str, Any]) -> Rules:
     from data_prep.importing.task import Rules  # noqa: PLC0415
 
     chosen: Borders = choices.borders or ("format" if found.borders else "eos")
@@ -194,7 +200,7 @@ def _rules(found: Found, tokens: Path, choices: Choices, *, tokenizer: dict[str,
     return Rules(tokenizer["vocab_size"], chosen, number if chosen == "eos" else None, first, masked)
 
 
-def _check_first(found: Found, rules: Rules, *, chosen: bool) -> None:
+def _check_first(found: FoundTokens, rules: Rules, *, chosen: bool) -> None:
     """Checks the first documents of every split: ids, end-of-text, and rows that are windows.
 
     Raises:
@@ -222,7 +228,7 @@ def _check_first(found: Found, rules: Rules, *, chosen: bool) -> None:
                 raise ConfigError("--borders", why=why, remedy=remedy)
 
 
-def _tasks(found: Found, staging: Path, rules: Rules) -> list[ImportTask]:
+def _tasks(found: FoundTokens, staging: Path, rules: Rules) -> list[ImportTask]:
     from data_prep.formats.tokenfile import shard_prefix  # noqa: PLC0415
     from data_prep.importing.task import ImportTask  # noqa: PLC0415
 
@@ -267,7 +273,7 @@ def _run(tasks: list[ImportTask], *, workers: int, size: int) -> dict[Any, dict[
         return dict(executor.run(tasks, report=lambda _counts: None))
 
 
-def _parent(found: Found, tokens: Path) -> dict[str, Any]:
+def _parent(found: FoundTokens, tokens: Path) -> dict[str, Any]:
     """The manifest's entry of the source: names and sizes; checksums of the output cover the contents."""
     from headrace.base.directory import fingerprint_of  # noqa: PLC0415
 

@@ -28,7 +28,7 @@ _KNOWN = (
 
 
 @dataclass
-class Found:
+class FoundTokens:
     """The tokens in a folder.
 
     Attributes:
@@ -60,7 +60,7 @@ class Found:
             self.sources[_TRAIN].append(source)
 
 
-def find(path: Path, *, dtype: str | None, vocab_size: int) -> Found:
+def find(path: Path, *, dtype: str | None, vocab_size: int) -> FoundTokens:
     """Recognises a folder or a file, and checks all headers and sizes.
 
     A folder may have files of one format, or folders of one format, such as train/ and validation/.
@@ -113,7 +113,7 @@ def _files(path: Path, suffix: str) -> Iterator[Path]:
         yield Path(f"{path}.idx")
 
 
-def _found(folder: Path, name: str, dtype: str | None, vocab_size: int) -> Found:
+def _found(folder: Path, name: str, dtype: str | None, vocab_size: int) -> FoundTokens:
     index = chunk_files.read_index(folder)
     if "shards" in index:
         shards, others = chunk_files.open_mds(folder, index, dtype=dtype)
@@ -134,7 +134,7 @@ def _found(folder: Path, name: str, dtype: str | None, vocab_size: int) -> Found
     return _arrays(suffix, paths, names, dtype, vocab_size)
 
 
-def _arrays(suffix: str, paths: list[Path], names: list[str], dtype: str | None, vocab_size: int) -> Found:
+def _arrays(suffix: str, paths: list[Path], names: list[str], dtype: str | None, vocab_size: int) -> FoundTokens:
     made_with = tokenizer_name(paths[0]) if suffix == DS else None
     if suffix == ".idx":
         return _of("Megatron-LM", [open_file(path.with_suffix("")) for path in paths], names)
@@ -156,8 +156,10 @@ def _of(
     eos_first: bool = False,
     made_with: str | None = None,
     left_out: list[str] | None = None,
-) -> Found:
-    found = Found(kind, borders=borders, rows=rows, eos_first=eos_first, made_with=made_with, left_out=left_out or [])
+) -> FoundTokens:
+    found = FoundTokens(
+        kind, borders=borders, rows=rows, eos_first=eos_first, made_with=made_with, left_out=left_out or []
+    )
     for source, name in zip(sources, names, strict=True):
         found.add(source, name)
     return found
@@ -182,7 +184,7 @@ def _check_alike(files: list[FlatFile]) -> None:
             )
 
 
-def _merged(found: list[Found]) -> Found:
+def _merged(found: list[FoundTokens]) -> FoundTokens:
     whole = found[0]
     for other in found[1:]:
         for split in SPLITS:

@@ -19,7 +19,7 @@ from data_prep.tasks.tokenizer_sample import SPREAD, sample_texts
 from headrace.base.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
-    from data_prep.tokenizer.spool import SpooledTexts
+    from data_prep.tokenizer.store import SpooledTexts
 
 _WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
 _MIN_BYTES = 2 << 20
@@ -145,7 +145,7 @@ def _time_training(
     small_config: CorpusConfig, config: CorpusConfig, units: list[Unit], *, total: int, work: Path
 ) -> tuple[CorpusConfig, TrainingTimes]:
     """Trains on two sizes of text; returns the config whose tokenizer is then in `work/store`, and the times."""
-    from data_prep.tokenizer.spool import spool  # noqa: PLC0415 - only for tokenizers that are trained
+    from data_prep.tokenizer.store import spool  # noqa: PLC0415 - only for tokenizers that are trained
 
     with spool(sample_texts(units, small_config), work) as texts:
         some = list(_first_bytes(texts, texts.text_bytes // _SMALL_SHARE))

@@ -22,14 +22,14 @@ from data_prep.job.preflight import check_splits_not_empty
 from data_prep.job.uploads import SKIPPED, SOURCES
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.records import BadRecord
-from data_prep.task import MARKER, read_marker
+from data_prep.task import MARKER, Marker, read_marker
 from data_prep.tasks.cleaning import DROPPED_TEXTS
 from data_prep.tasks.make_tokenizer import tokenizer_folder
 from data_prep.tasks.map import NAMED_DOCUMENTS, sum_counts
 from data_prep.tasks.reduce import sum_shards
 from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
-from headrace.base.directory import Manifest, commit
+from headrace.base.directory import Manifest, Parents, commit
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.remote_output import finished
 from headrace.base.storage import read_file
@@ -37,7 +37,7 @@ from headrace.base.storage import read_file
 _MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
 
 
-def load_map_markers(job: Job) -> list[dict[str, Any]]:
+def load_map_markers(job: Job) -> list[Marker]:
     """The markers of all map tasks, in order.
 
     Raises:
@@ -72,8 +72,8 @@ def load_map_markers(job: Job) -> list[dict[str, Any]]:
 def finish(
     job: Job,
     *,
-    markers: list[dict[str, Any]],
-    results: list[tuple[str, dict[str, Any]]],
+    markers: list[Marker],
+    results: list[tuple[str, Marker]],
     runs: Sequence[Path],
     tokenizer: str | None,
 ) -> Manifest:
@@ -106,7 +106,7 @@ def finish(
         details["long_words"] = long_words
     if unprinted := count_by_reason(markers, "unprinted"):
         details["unprinted"] = unprinted
-    about: dict[str, Any] = {"config": job.config.identity(), "parents": _parents(job, files, tokenizer)}
+    about: Parents = {"config": job.config.identity(), "parents": _parents(job, files, tokenizer)}
     about |= {"kind": "tokens", "details": details}
     if job.url is None:
         manifest = commit(job.out, job.output, known_sha256=known, **about)
@@ -117,7 +117,7 @@ def finish(
     return manifest
 
 
-def _of_shard_files(results: list[tuple[str, dict[str, Any]]], key: str) -> dict[str, Any]:
+def _of_shard_files(results: list[tuple[str, Marker]], key: str) -> Marker:
     """Collects a value of every shard file from the results of the reduce tasks: name -> value."""
     return {f"{s}/{done['name']}{suffix}": value for s, done in results for suffix, value in done.get(key, {}).items()}
 
@@ -200,13 +200,13 @@ def _write_dropped(job: Job, tasks: int) -> None:
                 shutil.copyfileobj(listed, out)
 
 
-def count_by_reason(markers: list[dict[str, Any]], key: str) -> dict[str, int]:
+def count_by_reason(markers: list[Marker], key: str) -> dict[str, int]:
     """The counts of all map tasks by reason, from the dictionaries under `key` in their markers, if they have it."""
     total: Counter[str] = sum((Counter(marker.get(key, {})) for marker in markers), Counter())
     return dict(sorted(total.items()))
 
 
-def name_long_words(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def name_long_words(markers: list[Marker]) -> list[Marker]:
     """The documents with the longest words, longest first: {characters, source, file, "line", "row" or "record"}."""
     found = {tuple(document) for marker in markers for document in marker.get("long_words", ())}
     longest = sorted(found, key=lambda document: (-document[0], document[1:]))[:NAMED_DOCUMENTS]
@@ -216,7 +216,7 @@ def name_long_words(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _write_sources(path: Path, markers: list[Marker]) -> list[Marker]:
     """Writes one line per input file: source, file, bytes, xxh128 (of the parts' hashes for a file read in parts)."""
     files: list[dict[str, Any]] = []
     with path.open("w", encoding="ascii") as out:
@@ -231,9 +231,9 @@ def _write_sources(path: Path, markers: list[dict[str, Any]]) -> list[dict[str, 
     return files
 
 
-def _parents(job: Job, files: list[dict[str, Any]], tokenizer: str | None) -> dict[str, Any]:
+def _parents(job: Job, files: list[Parents], tokenizer: str | None) -> Parents:
     """Parents for the manifest: per source its path, and a fingerprint of its files' names, sizes and hashes."""
-    parents: dict[str, Any] = {}
+    parents: Parents = {}
     for source in job.config.sources:
         own = [f for f in files if f["source"] == source.label]
         digest = hashlib.sha256("".join(json.dumps([f["file"], f["bytes"], f["xxh128"]]) + "\n" for f in own).encode())

@@ -25,7 +25,7 @@ from data_prep.job.dropped_duplicates import count_duplicates
 from data_prep.job.finish import count_by_reason, load_map_markers
 from data_prep.job.preflight import check_splits_not_empty
 from data_prep.job.shards import dropped_counts, plan_shards
-from data_prep.task import Counts, Task, read_marker
+from data_prep.task import Counts, Marker, Task, read_marker
 from data_prep.tasks.map import MapTask, sum_counts
 from data_prep.tasks.merge import MergePlan, MergeTask, plan_merges
 from data_prep.tasks.reduce import ReduceTask, Shard
@@ -179,7 +179,7 @@ def ignore_progress(_counts: Counts) -> None:
     """Ignores progress of finished tasks, whose `run` only reads the marker."""
 
 
-def _facts_of_markers(markers: list[dict[str, Any]]) -> Facts:
+def _facts_of_markers(markers: list[Marker]) -> Facts:
     documents = [int(np.sum(marker["counts"], axis=(0, 1))[0]) for marker in markers]
     return {"runs": [marker["runs"] for marker in markers], "documents": documents}
 

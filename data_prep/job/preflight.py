@@ -18,7 +18,7 @@ from data_prep.sources.listing import ResolvedSource, resolve
 from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch
 from data_prep.sources.units import Unit
-from data_prep.tokenizer.files import check_path, content_fingerprint
+from data_prep.tokenizer.fingerprint import check_path, content_fingerprint
 from headrace.base.directory import sha256_of_file
 from headrace.base.errors import ConfigError, DataError
 

@@ -73,7 +73,7 @@ def _prepared(config: CorpusConfig) -> bool:
 
 def _prepared_by_share_0(config: CorpusConfig, job: Job) -> bool:
     """Waits until share 0 has prepared the job; False when its output is complete."""
-    waiting = _Waiting("share 0 to prepare the job: is it running?")
+    waiting = _PauseReporter("share 0 to prepare the job: is it running?")
     while not (job.root.is_dir() and job.saved_identity() is not None and _has_tokenizer(job)):
         if job.has_output and not job.root.exists():
             return not prepare.output_is_complete(prepare.inspect(config))
@@ -87,7 +87,7 @@ def _has_tokenizer(job: Job) -> bool:
 
 def _when_unlocked(job: Job, work: Callable[[], T]) -> T | None:
     """Runs `work` when no other share holds a lock that it needs; None when the job has been committed meanwhile."""
-    waiting = _Waiting("the lock of the job, which another share holds")
+    waiting = _PauseReporter("the lock of the job, which another share holds")
     while True:
         try:
             return work()
@@ -103,7 +103,7 @@ def _others_finished(job: Job, phase: phases.Phase) -> bool:
     """Waits for the tasks of the other shares; False when the job has been committed meanwhile."""
     found = _when_unlocked(job, lambda: phases.shared_tasks(job, phase))
     left = deque[Task](found or [])
-    waiting = _Waiting(f"{phase.name} tasks of other shares")
+    waiting = _PauseReporter(f"{phase.name} tasks of other shares")
     while _drop_finished(left):
         if not job.root.exists():
             if job.has_output:
@@ -123,7 +123,7 @@ def _drop_finished(tasks: deque[Task]) -> bool:
     return bool(tasks)
 
 
-class _Waiting:
+class _PauseReporter:
     """Pauses, and prints the reason once a minute."""
 
     def __init__(self, what: str) -> None:

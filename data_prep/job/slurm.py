@@ -53,7 +53,7 @@ class ChainJob:
 
 
 @dataclass(frozen=True)
-class Chain:
+class JobChain:
     """The jobs of a chain, in order, before they are submitted.
 
     Attributes:
@@ -101,7 +101,7 @@ class Chain:
 
 def plan_chain(
     config: CorpusConfig, *, words: Sequence[str], shares: int | None = None, script: Path | None = None
-) -> Chain:
+) -> JobChain:
     """The chain of a config; nothing is written yet.
 
     Args:
@@ -113,7 +113,7 @@ def plan_chain(
     given = script is not None
     # in a checkout the real file, beside which the environment is
     script = script or (SHARE / "slurm" / "data_prep.sbatch").resolve()
-    return Chain(
+    return JobChain(
         job.root.absolute(),
         _next_logs(job.output),
         shares or DEFAULT_SHARES,
@@ -139,7 +139,7 @@ def submit(config: CorpusConfig, *, file: str, overrides: Sequence[str], shares:
     return f"submitted: {submitted}; {chain.shares} jobs for each phase\n{logs}"
 
 
-def submit_chain(chain: Chain) -> list[tuple[str, str]]:
+def submit_chain(chain: JobChain) -> list[tuple[str, str]]:
     """Submits a chain; if a submission fails, the jobs submitted before are canceled.
 
     Returns:
@@ -179,7 +179,7 @@ def _make_logs(logs: Path) -> None:
         raise DataError(f"{why}\n  try: squeue shows its jobs; submit again when they have ended") from None
 
 
-def _submit_job(chain: Chain, job: ChainJob, numbers: Sequence[tuple[str, str]]) -> str:
+def _submit_job(chain: JobChain, job: ChainJob, numbers: Sequence[tuple[str, str]]) -> str:
     command = chain.command(job, dependency=numbers[-1][1] if numbers else None)
 
     def refused(said: str) -> ConfigError:

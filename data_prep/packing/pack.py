@@ -32,10 +32,11 @@ from data_prep.formats.packfile import (
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.packing.long_documents import Long, count_targets, describe, shorten
-from data_prep.task import Counts, Report
+from data_prep.task import Counts, Marker, Report
 from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
+from headrace.base.paths import LOCAL
 
 LOOK_AHEAD = 1 << 16
 """Documents per block. With web-like lengths, padding is 0.01 % at T = 2048 and 8192; a block takes a dozen MB."""
@@ -45,7 +46,7 @@ PACKED = "train"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `python -m data_prep pack`."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a tokens directory")
+    parser.add_argument("directory", metavar="DIR", type=LOCAL.as_path(), help="a tokens directory")
     parser.add_argument("--length", type=int, required=True, metavar="T", help="tokens per sample, as in training")
     text = f"documents that are packed together (default: {LOOK_AHEAD:,})"
     parser.add_argument("--look-ahead", type=int, default=LOOK_AHEAD, metavar="N", help=text)
@@ -142,7 +143,7 @@ class PackTask:
         """Implements `Task.finished`: a packing does not resume, it starts over."""
         return False
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def run(self, report: Report) -> Marker:
         """Implements `Task.run`; returns counts and the SHA-256 of the file.
 
         The counts are of bins, pieces, training targets, padding positions, long documents and targets lost with them.
@@ -198,7 +199,7 @@ def _exclusive(final: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, dict[str, Any]]:
+def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, Marker]:
     if workers == 1:  # a small dataset is packed before a worker process would have started
         return {task: task.run(_ignore_progress) for task in tasks}
     with LocalExecutor(workers) as executor:

@@ -22,7 +22,7 @@ _IN_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
+class ArrayElement:
     """An element of an array.
 
     Attributes:
@@ -52,7 +52,7 @@ def is_array(path: str) -> bool:
         return False  # the reader reports it
 
 
-def elements(path: str, digest: Digest, *, max_bytes: int | None = None) -> Iterator[Element]:
+def elements(path: str, digest: Digest, *, max_bytes: int | None = None) -> Iterator[ArrayElement]:
     """Yields the elements of the array in a file.
 
     Args:
@@ -77,7 +77,7 @@ class _Scanner:
         self._long: tuple[int, int] | None = None  # offset and line of an element that is too long to be kept
         self._depth, self._in_string = 0, False
 
-    def elements(self) -> Iterator[Element]:
+    def elements(self) -> Iterator[ArrayElement]:
         while (ended := self._next()) is None or self._depth:
             if ended is None and not self._fill():
                 raise DamagedFileError(f"the array does not end: the file does, after {self._position:,} bytes")
@@ -122,14 +122,14 @@ class _Scanner:
             self._depth -= 1
         return self._depth == 0 or (token == b"," and self._depth == 1)
 
-    def _element(self) -> Iterator[Element]:
+    def _element(self) -> Iterator[ArrayElement]:
         """Yields the element that ends before the last scanned byte, unless it is blank."""
         end = self._position + self._at - 1
         if self._long is not None:
-            yield Element(*self._long, end - self._long[0], None)
+            yield ArrayElement(*self._long, end - self._long[0], None)
         elif content := bytes(self._buffer[self._first : self._at - 1]).strip(_SPACE):
             long = self._max_bytes is not None and len(content) > self._max_bytes
-            yield Element(*self._place(), len(content), None if long else content)
+            yield ArrayElement(*self._place(), len(content), None if long else content)
         self._first, self._long = self._at, None
 
     def _place(self) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from data_prep.sources.records import (
     TOO_LONG,
     BadRecord,
     Problem,
+    Record,
     TextBatch,
     WantedFields,
     add_nested,
@@ -114,7 +115,7 @@ def _read_array(
     return in_batches(records, source=source, file=file, unit="line", wanted=wanted)
 
 
-def _array_record(element: json_array.Element, wanted: WantedFields) -> dict[str, Any] | Problem:
+def _array_record(element: json_array.ArrayElement, wanted: WantedFields) -> Record | Problem:
     if element.content is None:
         return TOO_LONG, _too_long(element.size, element.offset, wanted)
     return _parse(memoryview(element.content), wanted) or ("not JSON", "nothing between two commas")
@@ -207,7 +208,7 @@ def _too_long(size: int, offset: int, wanted: WantedFields) -> str:
     return too_long(f"{size:,} bytes from byte {offset:,} on", limit=wanted.max_bytes or 0)
 
 
-def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str, str] | None:
+def _parse(line: memoryview, wanted: WantedFields) -> Record | tuple[str, str] | None:
     """Parses a line: the object, or (reason, detail) if it cannot be used, or None for a blank line."""
     try:
         if (record := _usable(orjson.loads(line), wanted)) is not None:
@@ -217,13 +218,13 @@ def _parse(line: memoryview, wanted: WantedFields) -> dict[str, Any] | tuple[str
     return _problem(bytes(line), wanted)
 
 
-def checked(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | Problem:
+def checked(record: Record, wanted: WantedFields) -> Record | Problem:
     """Checks a record assembled from parts of another file, like one of a line; returns it, or the problem."""
     add_nested(record, wanted.nested)
     return _usable({**record}, wanted) or _record_problem(record, wanted)
 
 
-def _usable(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | None:
+def _usable(record: Record, wanted: WantedFields) -> Record | None:
     """Adds nested fields and the conversation's line to a record in place; None if it cannot be used."""
     try:
         add_nested(record, wanted.nested)
@@ -236,7 +237,7 @@ def _usable(record: dict[str, Any], wanted: WantedFields) -> dict[str, Any] | No
     return None
 
 
-def _conversation(record: dict[str, Any], wanted: WantedFields) -> str:
+def _conversation(record: Record, wanted: WantedFields) -> str:
     messages = record[wanted.text]
     if wanted.prompt:
         messages = prompt_and_answer([record.get(name) for name in wanted.prompt], messages)
@@ -257,7 +258,7 @@ def _problem(line: bytes, wanted: WantedFields) -> tuple[str, str] | None:
     return _record_problem(record, wanted)
 
 
-def _record_problem(record: dict[str, Any], wanted: WantedFields) -> tuple[str, str]:
+def _record_problem(record: Record, wanted: WantedFields) -> tuple[str, str]:
     if wanted.text not in record:
         hint = "" if wanted.conversation else conversation_hint(record)
         return NO_TEXT, f"no '{wanted.text}' among: {', '.join(list(record)[:8]) or 'no keys'}{hint}"

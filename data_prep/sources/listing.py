@@ -63,7 +63,7 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ListedFile:
     """A file found at a path.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Found:
     identity: object
 
     @classmethod
-    def local(cls, name: str, path: str, stat: os.stat_result, *, named: bool) -> _Found:
+    def local(cls, name: str, path: str, stat: os.stat_result, *, named: bool) -> _ListedFile:
         """A local file. Some file systems reuse or invent inodes, so its size and time of modification count, too."""
         version = storage.local_stat(stat)
         identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -173,11 +173,11 @@ def _is_real(path: str) -> bool:
 
 def _expand(
     path: str, source: Source, at: str, excluded: set[str], left_out: Counter[str]
-) -> tuple[SourceType, list[_Found]]:
+) -> tuple[SourceType, list[_ListedFile]]:
     """The type of one path, and all files that it matches."""
     if _is_saved_dataset(path, source):
         listed = saved.saved_files(path, source.split, at=at)
-        return "datasets", [_Found.local(name, file, os.stat(file), named=False) for name, file in listed]  # noqa: PTH116
+        return "datasets", [_ListedFile.local(name, file, os.stat(file), named=False) for name, file in listed]  # noqa: PTH116
     found = _listed(path, excluded, left_out)
     if not found:
         remedy = f"check the path; it is relative to the directory you are in ({Path.cwd()})"
@@ -195,7 +195,7 @@ def _expand(
     return kind, chosen
 
 
-def _chosen(path: str, found: list[_Found], source: Source, kind: SourceType, at: str) -> list[_Found]:
+def _chosen(path: str, found: list[_ListedFile], source: Source, kind: SourceType, at: str) -> list[_ListedFile]:
     """The files that `include` and `exclude` select; without `include`, the usual names of the type and named files.
 
     Raises:
@@ -220,24 +220,24 @@ def _is_saved_dataset(path: str, source: Source) -> bool:
     return local and (source.type == "datasets" or (source.type is None and saved.is_saved(path)))
 
 
-def _listed(path: str, excluded: set[str], left_out: Counter[str]) -> list[_Found]:
+def _listed(path: str, excluded: set[str], left_out: Counter[str]) -> list[_ListedFile]:
     """The files of a path: the file itself, all files in a directory, or those that a glob matches or contains."""
     if is_remote(path):
         listed = storage.listing(path)
-        return [_Found(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named, e.url) for e in listed]
+        return [_ListedFile(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named, e.url) for e in listed]
     if Path(path).is_dir():
-        return [_Found.local(*each, named=False) for each in walk_files(path, excluded, left_out)]
+        return [_ListedFile.local(*each, named=False) for each in walk_files(path, excluded, left_out)]
     if (stat := file_stat(path)) is not None:
-        return [_Found.local(Path(path).name, path, stat, named=True)]
+        return [_ListedFile.local(Path(path).name, path, stat, named=True)]
     return _globbed(path, excluded, left_out)
 
 
-def _globbed(pattern: str, excluded: set[str], left_out: Counter[str]) -> list[_Found]:
+def _globbed(pattern: str, excluded: set[str], left_out: Counter[str]) -> list[_ListedFile]:
     """The files that a glob matches. Leading directories that exist under their literal name are not patterns."""
     root = pattern
     while root and not Path(root).is_dir():
         root = os.path.dirname(root)  # noqa: PTH120 - keeps the path as written
-    found: dict[str, _Found] = {}
+    found: dict[str, _ListedFile] = {}
     hits = expand_glob(glob.escape(root) + pattern[len(root) :], left_out)
     last = None
     for folder in sorted({f"{hit.rstrip('/')}/" for hit in hits}):
@@ -248,12 +248,12 @@ def _globbed(pattern: str, excluded: set[str], left_out: Counter[str]) -> list[_
         ):
             continue
         if (stat := file_stat(hit)) is not None:
-            found[name] = _Found.local(name, hit, stat, named=True)
+            found[name] = _ListedFile.local(name, hit, stat, named=True)
         elif Path(hit).is_dir() and not (last and folder.startswith(last)):
             last = folder
             for inner, file, stat in walk_files(hit, excluded, left_out):
                 nested = os.path.normpath(f"{name}/{inner}")
-                found.setdefault(nested, _Found.local(nested, file, stat, named=False))
+                found.setdefault(nested, _ListedFile.local(nested, file, stat, named=False))
     return list(found.values())
 
 

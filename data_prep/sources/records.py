@@ -9,6 +9,9 @@ from typing import Any
 
 from data_prep.sources.bytesource import DAMAGE, DamagedFileError
 
+Record = dict[str, Any]
+"""A record of the input: field -> value."""
+
 Problem = tuple[str, str]
 """Reason and detail of a record that cannot be used, as in `BadRecord`."""
 BATCH_CHARACTERS = 1 << 20
@@ -107,7 +110,7 @@ class WantedFields:
         return any("." in name for name in self.others)
 
 
-def add_nested(record: dict[str, Any], names: tuple[str, ...]) -> None:
+def add_nested(record: Record, names: tuple[str, ...]) -> None:
     """Adds the values at paths such as `meta.text` to a record, under the path as the name, where they exist."""
     for name in names:
         if name in record:
@@ -153,7 +156,7 @@ class BadRecord:
 
 
 def in_batches(
-    found: Iterable[tuple[int, int, dict[str, Any] | Problem]],
+    found: Iterable[tuple[int, int, Record | Problem]],
     *,
     source: str,
     file: str,

@@ -10,11 +10,19 @@ import io
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 from data_prep.sources.bytesource import DamagedFileError, Digest, open_bytes
 from data_prep.sources.jsonl import checked
-from data_prep.sources.records import TOO_LONG, BadRecord, Problem, TextBatch, WantedFields, in_batches, too_long
+from data_prep.sources.records import (
+    TOO_LONG,
+    BadRecord,
+    Problem,
+    Record,
+    TextBatch,
+    WantedFields,
+    in_batches,
+    too_long,
+)
 
 _TEXT_TYPES = re.compile(r"text/|application/(xhtml\+xml|xml|json)")
 _META = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w-]+)", re.IGNORECASE)
@@ -41,7 +49,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Dig
     return in_batches(_records(path, wanted, digest), source=source, file=file, unit="record", wanted=wanted)
 
 
-def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[int, int, dict[str, Any] | Problem]]:
+def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[int, int, Record | Problem]]:
     limit, number = wanted.max_bytes or _UNLIMITED, 0
     with io.BufferedReader(open_bytes(path, digest)) as stream:
         while (headers := _headers(stream, number)) is not None:

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import orjson
 
 from data_prep.sources.bytesource import DamagedFileError, Digest, open_bytes
 from data_prep.sources.jsonl import checked
-from data_prep.sources.records import TOO_LONG, BadRecord, Problem, TextBatch, WantedFields, in_batches, too_long
+from data_prep.sources.records import (
+    TOO_LONG,
+    BadRecord,
+    Problem,
+    Record,
+    TextBatch,
+    WantedFields,
+    in_batches,
+    too_long,
+)
 
 _PIECE_BYTES = 1 << 20
 _ERRORS = "backslashreplace"  # of names that are not UTF-8: two that differ stay so, and each is text
@@ -34,7 +43,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Dig
     return in_batches(_records(path, wanted, digest), source=source, file=file, unit="record", wanted=wanted)
 
 
-class _Member(tarfile.TarInfo):
+class _TarMember(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
         """Overrides `TarInfo`: of header errors, only the zeros at the end of an archive are left to `TarFile`."""
@@ -46,14 +55,14 @@ class _Member(tarfile.TarInfo):
             raise DamagedFileError(f"byte {archive.offset:,}: {error}, where a member or the end should be") from None
 
 
-class _Sample:
+class _KeyMembers:
     """The members of one key so far; `problem` is why the first unusable one cannot be used, or None."""
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.problem: Problem | None = None
         self._texts: dict[str, str] = {}
-        self._fields: dict[str, Any] = {}
+        self._fields: Record = {}
 
     def add(self, name: str, extension: str, content: bytes) -> None:
         """Adds the member `name`, which is UTF-8 or, with the extension `json`, JSON."""
@@ -66,16 +75,18 @@ class _Sample:
         except ValueError as error:
             self.problem = self.problem or ("not JSON" if extension == "json" else "not UTF-8", f"{name}: {error}")
 
-    def record(self, wanted: WantedFields) -> dict[str, Any] | Problem:
+    def record(self, wanted: WantedFields) -> Record | Problem:
         record = {"text": self._texts["txt"]} if "txt" in self._texts else {}
         return self.problem or checked(record | self._fields | self._texts | {"__key__": self.key}, wanted)
 
 
-def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[int, int, dict[str, Any] | Problem]]:
+def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[int, int, Record | Problem]]:
     try:
         with (
             open_bytes(path, digest) as stream,
-            tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, bufsize=_PIECE_BYTES, errors=_ERRORS) as archive,
+            tarfile.open(
+                fileobj=stream, mode="r|", tarinfo=_TarMember, bufsize=_PIECE_BYTES, errors=_ERRORS
+            ) as archive,
         ):
             for number, sample in enumerate(_samples(archive, wanted)):
                 yield number, number, sample.record(wanted)
@@ -86,8 +97,8 @@ def _records(path: str, wanted: WantedFields, digest: Digest) -> Iterator[tuple[
         raise DamagedFileError(str(error)) from None
 
 
-def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_Sample]:
-    sample: _Sample | None = None
+def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_KeyMembers]:
+    sample: _KeyMembers | None = None
     for member in archive:
         archive.members.clear()  # type: ignore[attr-defined]  # a list of all that were read, for an index
         folder, slash, base = member.name.rpartition("/")
@@ -97,7 +108,7 @@ def _samples(archive: tarfile.TarFile, wanted: WantedFields) -> Iterator[_Sample
         if sample is None or sample.key != folder + slash + stem:
             if sample is not None:
                 yield sample
-            sample = _Sample(folder + slash + stem)
+            sample = _KeyMembers(folder + slash + stem)
         if extension not in ("json", "txt", *wanted.columns):
             continue
         if wanted.max_bytes is not None and member.size > wanted.max_bytes:

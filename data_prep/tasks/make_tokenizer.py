@@ -13,7 +13,7 @@ from data_prep.config.text_policy import ENGINE_FILE
 from data_prep.dedup.minhash_task import write_token_classes
 from data_prep.sources.conversation import TEMPLATE_FILE
 from data_prep.sources.units import Unit
-from data_prep.task import Counts, DirectoryTask, Report
+from data_prep.task import Counts, DirectoryTask, Marker, Report
 from headrace.base.directory import write_json
 from headrace.base.remote_folder import local_folder
 
@@ -44,7 +44,7 @@ class TokenizerTask(DirectoryTask):
         """Implements `Task.name`."""
         return "tokenizer"
 
-    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+    def _work(self, scratch: Path, report: Report) -> Marker:
         # not at the top of the module: no other task needs them
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
         from data_prep.tokenizer import engine_choice, existing, load  # noqa: PLC0415
@@ -91,11 +91,11 @@ class TokenizerTask(DirectoryTask):
             Lines for the user.
         """
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
-        from data_prep.tokenizer import spool, store, train  # noqa: PLC0415
+        from data_prep.tokenizer import store, train  # noqa: PLC0415
 
         digests: dict[Unit, str] = {}
         lines: list[str] = []
-        with spool.spool(tokenizer_sample.sample_texts(self.units, self.config, digests), scratch) as texts:
+        with store.spool(tokenizer_sample.sample_texts(self.units, self.config, digests), scratch) as texts:
             if self.store is None:
                 train.train(texts, folder, self.config.tokenizer)
             else:

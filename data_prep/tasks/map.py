@@ -25,7 +25,7 @@ from data_prep.sources.conversation import ConversationError
 from data_prep.sources.line_numbers import record_position
 from data_prep.sources.records import BadRecord
 from data_prep.sources.units import Unit
-from data_prep.task import Counts, DirectoryTask, Report
+from data_prep.task import Counts, DirectoryTask, Marker, Report
 from data_prep.tasks.remove_lines import LineRemover
 from data_prep.tasks.sorted_runs import Array, DocumentMetadata, RunWriter
 from data_prep.tasks.texts import DocumentBatch, TextStream
@@ -61,7 +61,7 @@ class MapTask(DirectoryTask):
         """Size of its units as stored (compressed)."""
         return sum(unit.end - unit.start for unit in self.units)
 
-    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+    def _work(self, scratch: Path, report: Report) -> Marker:
         with TextStream(self.units, self.config, report, directory=scratch) as stream:
             return _Mapper(self, scratch, stream, report).run()
 
@@ -86,7 +86,7 @@ class _Mapper:
         self._seen = np.array([stream.source_of(i).seen for i in range(len(task.units))], np.bool_)
         self._source = np.array([labels.index(unit.source) for unit in task.units], np.int64)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Marker:
         for batch in self._stream.batches():
             if batch.conversations:
                 self._map_conversations(batch)
@@ -242,7 +242,7 @@ def _near(config: CorpusConfig) -> NearSection | None:
     return config.dedup.near if config.dedup is not None else None
 
 
-def sum_counts(markers: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
+def sum_counts(markers: list[Marker]) -> np.ndarray[Any, Any]:
     """Sums documents, tokens and bytes over the markers of all map tasks: int64 [sources, splits, 3]."""
     counts: np.ndarray[Any, Any] = np.array([marker["counts"] for marker in markers], np.int64)
     return np.asarray(counts.sum(axis=0))

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from data_prep.task import Counts, DirectoryTask, Report
+from data_prep.task import Counts, DirectoryTask, Marker, Report
 from data_prep.tasks.runs_reader import KEYS, RunsReader
 from data_prep.tasks.sorted_runs import RunStream, SortedRunPaths, run_path, task_directory
 
@@ -43,7 +42,7 @@ class MergeTask(DirectoryTask):
         """Implements `Task.name`."""
         return f"merge task {self.directory.name}"
 
-    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+    def _work(self, scratch: Path, report: Report) -> Marker:
         with RunStream(run_path(scratch, 0), masked=self.reader.masked) as stream:
             for group, content in self.reader.contents(self.low, self.high).items():
                 for part in self.reader.ranges(group, self.low, self.high, content):

@@ -17,7 +17,15 @@ import numpy as np
 
 from data_prep.formats.maskfile import MASK, MaskWriter
 from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, shard_name, with_suffix
-from data_prep.task import Counts, Report, os_errors_as_data_errors, read_marker_file, scratch_path, with_checksum
+from data_prep.task import (
+    Counts,
+    Marker,
+    Report,
+    os_errors_as_data_errors,
+    read_marker_file,
+    scratch_path,
+    with_checksum,
+)
 from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
 from headrace.base.directory import sync, write_json
@@ -73,7 +81,7 @@ class ReduceTask:
         """Implements `Task.finished`."""
         return self.marker.is_file()
 
-    def run(self, report: Report) -> dict[str, Any]:
+    def run(self, report: Report) -> Marker:
         """Implements `Task.run`."""
         if (done := read_marker_file(self.marker, remove=self.marker)) is not None:
             return done
@@ -88,7 +96,7 @@ class ReduceTask:
             write_json(self.marker, with_checksum(done))
         return done
 
-    def _move(self, scratch: Path, sums: Mapping[str, str]) -> dict[str, Any]:
+    def _move(self, scratch: Path, sums: Mapping[str, str]) -> Marker:
         """Renames the files to their final names, or uploads them; returns further entries of the marker."""
         name = f"{self.shard.split}/{shard_name(self.shard.index)}"
         if self.url is None:
@@ -103,7 +111,7 @@ class ReduceTask:
                 patiently(partial(upload, with_suffix(scratch, suffix), there))
         return {"sizes": sizes}
 
-    def _write(self, scratch: Path, report: Report) -> dict[str, Any]:
+    def _write(self, scratch: Path, report: Report) -> Marker:
         text_bytes, lengths = 0, np.zeros(LENGTH_BINS, np.int64)
         with ExitStack() as stack:
             writer = stack.enter_context(TokenFileWriter(scratch, dtype=self.reader.dtype))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from data_prep.config.dedup import LinesSection
 from data_prep.dedup.line_tasks import DroppedLines, write_line_hashes
 from data_prep.dedup.lines import line_hashes, remove_lines
 from data_prep.sources.units import Unit
-from data_prep.task import DirectoryTask, Report
+from data_prep.task import DirectoryTask, Marker, Report
 from data_prep.tasks.texts import TextStream
 
 
@@ -36,7 +35,7 @@ class HashLinesTask(DirectoryTask):
         """Size of its units as stored (compressed)."""
         return sum(unit.end - unit.start for unit in self.units)
 
-    def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
+    def _work(self, scratch: Path, report: Report) -> Marker:
         section = lines_section(self.config)
         with TextStream(self.units, self.config, report, directory=None) as stream:
             batches = (batch.texts for batch in stream.batches() if not batch.conversations)

@@ -13,7 +13,7 @@ import numpy as np
 from data_prep.config.text_policy import ENGINE_FILE, TextPolicy
 from data_prep.formats.tokenfile import dtype_for
 from data_prep.tokenizer.engine_choice import check_sample
-from data_prep.tokenizer.engines import Engine, Tokens, open_engine
+from data_prep.tokenizer.engines import TokenizerEngine, Tokens, open_engine
 from data_prep.tokenizer.load import load, special_ids, vocab_size
 
 
@@ -30,7 +30,7 @@ class Encoder:
         dtype: dtype of the ids in token files.
     """
 
-    engine: Engine
+    engine: TokenizerEngine
     folder: Path
     parse_special_tokens: bool
     prefix_ids: tuple[int, ...]

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, normal_forms, random_texts
-from data_prep.tokenizer.engines import CANDIDATES, Engine, EngineName, Tokens, find_mismatch, installed, open_engine
+from data_prep.tokenizer.engines import (
+    CANDIDATES,
+    EngineName,
+    TokenizerEngine,
+    Tokens,
+    find_mismatch,
+    installed,
+    open_engine,
+)
 from data_prep.tokenizer.load import reference_of
 from headrace.base.errors import ConfigError, DataError
 
@@ -84,7 +92,9 @@ def _of_sentencepiece(folder: Path) -> tuple[list[str], str | None]:
     return sentencepiece_model.texts_of_pieces(model), sentencepiece_model.inexact_because(model)
 
 
-def check_sample(engine: Engine, folder: Path, texts: list[str], *, parse_special_tokens: bool, where: str) -> None:
+def check_sample(
+    engine: TokenizerEngine, folder: Path, texts: list[str], *, parse_special_tokens: bool, where: str
+) -> None:
     """Compares an engine with the reference on some texts.
 
     Args:
@@ -104,7 +114,13 @@ def check_sample(engine: Engine, folder: Path, texts: list[str], *, parse_specia
 
 
 def _rejection(
-    name: EngineName, reference: Engine, folder: Path, *, parse_special_tokens: bool, texts: list[str], expected: Tokens
+    name: EngineName,
+    reference: TokenizerEngine,
+    folder: Path,
+    *,
+    parse_special_tokens: bool,
+    texts: list[str],
+    expected: Tokens,
 ) -> str | None:
     if not installed(name):
         return "not installed"

@@ -41,7 +41,7 @@ class Tokens:
     offsets: npt.NDArray[np.int64]
 
 
-class Engine(Protocol):
+class TokenizerEngine(Protocol):
     """Encodes texts as token ids."""
 
     name: EngineName
@@ -59,7 +59,7 @@ class TokenizersEngine:
         self._tokenizer = load(folder, parse_special_tokens=parse_special_tokens)
 
     def encode(self, texts: list[str]) -> Tokens:
-        """Implements `Engine.encode`."""
+        """Implements `TokenizerEngine.encode`."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         offsets = np.zeros(len(parts) + 1, dtype=np.int64)
@@ -82,7 +82,7 @@ class FastokensEngine:
         self._parse_special_tokens = parse_special_tokens
 
     def encode(self, texts: list[str]) -> Tokens:
-        """Implements `Engine.encode`."""
+        """Implements `TokenizerEngine.encode`."""
         ids, offsets = self._tokenizer.encode_batch_flat(texts, False, not self._parse_special_tokens)
         return Tokens(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<i8"))
 
@@ -101,18 +101,18 @@ class GigatokenEngine:
         self._backend = Tokenizer.from_json(json.dumps(content)).backend
 
     def encode(self, texts: list[str]) -> Tokens:
-        """Implements `Engine.encode`."""
+        """Implements `TokenizerEngine.encode`."""
         layout = self._backend.encode_batch(texts, parallel=False).layout
         return Tokens(np.asarray(layout.content.data), np.asarray(layout.offsets.data, dtype=np.int64))
 
 
-def _sentencepiece(folder: Path, *, parse_special_tokens: bool) -> Engine:
+def _sentencepiece(folder: Path, *, parse_special_tokens: bool) -> TokenizerEngine:
     from data_prep.tokenizer.sentencepiece_engine import SentencepieceEngine  # noqa: PLC0415 - few jobs need it
 
     return SentencepieceEngine(folder, parse_special_tokens=parse_special_tokens)
 
 
-_ENGINES: dict[str, Callable[..., Engine]] = {
+_ENGINES: dict[str, Callable[..., TokenizerEngine]] = {
     "tokenizers": TokenizersEngine,
     "fastokens": FastokensEngine,
     "gigatoken": GigatokenEngine,
@@ -120,7 +120,7 @@ _ENGINES: dict[str, Callable[..., Engine]] = {
 }
 
 
-def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -> Engine:
+def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -> TokenizerEngine:
     """Loads a tokenizer folder into an engine.
 
     Engines are cached by the content of the tokenizer's files, for the next tasks of the process, which may see the
@@ -143,7 +143,7 @@ def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -
     return _OPENED[key]
 
 
-_OPENED: dict[tuple[EngineName, bytes, bool], Engine] = {}
+_OPENED: dict[tuple[EngineName, bytes, bool], TokenizerEngine] = {}
 
 
 def installed(name: EngineName) -> bool:
@@ -151,7 +151,9 @@ def installed(name: EngineName) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def find_mismatch(engine: Engine, reference: Engine, texts: list[str], expected: Tokens) -> str | None:
+def find_mismatch(
+    engine: TokenizerEngine, reference: TokenizerEngine, texts: list[str], expected: Tokens
+) -> str | None:
     """Finds a text for which two engines give different ids.
 
     Args:

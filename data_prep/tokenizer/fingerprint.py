@@ -1,14 +1,17 @@
-"""Tokenizer fingerprint: a hash that is equal if two tokenizer folders encode text as the same ids."""
+"""Files of an existing tokenizer, and its fingerprint: equal if two folders encode text as the same ids."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from headrace.base.directory import fingerprint_of
-from headrace.base.errors import DataError
+from headrace.base.directory import fingerprint_of, sha256_of_file
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.remote_folder import local_folder
 
 TOKENIZER_JSON = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"
@@ -25,10 +28,11 @@ TOKENIZER_FILES = (
     "*.model",
 )
 """Globs of the files that make up a tokenizer of transformers, without chat templates."""
-
 _IRRELEVANT = ("version", "truncation", "padding", "post_processor")
 """Keys of tokenizer.json that do not affect the ids of a document: they truncate, pad or wrap a prompt, and
 transformers rewrites them with every `save_pretrained`."""
+_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
+_FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
@@ -58,3 +62,37 @@ def fingerprint_of_loaded(tokenizer: Any) -> str:
     kept = {key: value for key, value in content.items() if key not in _IRRELEVANT}
     kept["added_tokens"] = sorted(kept["added_tokens"], key=lambda token: token["id"])
     return fingerprint_of(kept)
+
+
+def check_path(path: str) -> None:
+    """Refuses a path that is neither a tokenizer folder nor a .model file.
+
+    Raises:
+        ConfigError: the path does not exist or is something else.
+    """
+    root = local_folder(path)
+    remedy = "name a local folder with a tokenizer.json, or a sentencepiece .model file"
+    if not root.exists():
+        raise ConfigError("tokenizer.path", path, why="there is no such file or folder", remedy=remedy)
+    if root.is_dir() and not _files(root) - _matching(root, ("config.json", *_TEMPLATES)):
+        raise ConfigError("tokenizer.path", path, why="the folder contains no tokenizer", remedy=remedy)
+    if root.is_file() and root.suffix != ".model":
+        raise ConfigError("tokenizer.path", path, why="the file is not a .model file", remedy=remedy)
+
+
+def content_fingerprint(path: str) -> str:
+    """SHA-256 of the tokenizer's files and chat templates; model weights in the same folder are ignored."""
+    root = local_folder(path)
+    digest = hashlib.sha256()
+    for file in sorted(_files(root)) if root.is_dir() else [root]:
+        name = file.relative_to(root).as_posix() if file != root else file.name
+        digest.update(f"{name}\0{sha256_of_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> set[Path]:
+    return _matching(folder, _FILES)
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
+    return {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}

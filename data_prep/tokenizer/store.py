@@ -12,16 +12,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import IO
 
 from data_prep.config.corpus import TokenizerSection
 from data_prep.task import MARKER, SCRATCH, atomic_directory, read_marker, scratch_path, with_checksum
 from data_prep.tokenizer import long_words, sentencepiece_model, train
-from data_prep.tokenizer.spool import SpooledTexts
 from headrace.base.directory import fingerprint_of, write_json
 from headrace.base.errors import DataError
 from headrace.base.version import __version__
@@ -32,6 +33,9 @@ _ABANDONED_S = 24 * 3600.0
 _FILES = "files"
 _NOT_TRAINED_ON = {"path", "engine", "chat_template", "date", "sample_bytes"}
 """Keys of the section that do not affect training, except through the texts, which are hashed."""
+_MEMORY_BYTES = 128 << 20
+"""Largest size kept in memory; more goes to a file. Twice the default sample, which sentencepiece copies, too."""
+_LENGTH_BYTES = 8
 
 
 def training_key(section: TokenizerSection, texts: SpooledTexts) -> str:
@@ -141,3 +145,44 @@ def _oldest_after(root: Path, count: int, *, first: Path) -> Iterator[Path]:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+@dataclass(frozen=True)
+class SpooledTexts:
+    """Texts, in order; iterable any number of times, one after the other.
+
+    Attributes:
+        file: file with each text as its length in bytes (8 bytes, little-endian) and its UTF-8.
+        sha256: SHA-256 of the file, in hexadecimal.
+        text_bytes: UTF-8 bytes of all texts.
+    """
+
+    file: IO[bytes]
+    sha256: str
+    text_bytes: int
+
+    def __iter__(self) -> Iterator[str]:
+        self.file.seek(0)
+        while length := self.file.read(_LENGTH_BYTES):
+            yield self.file.read(int.from_bytes(length, "little")).decode()
+
+
+@contextmanager
+def spool(texts: Iterable[str], directory: Path) -> Iterator[SpooledTexts]:
+    """Reads all texts; they are kept until the block ends.
+
+    Args:
+        directory: directory of the unnamed file of a large sample.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    digest, total = hashlib.sha256(), 0
+    with SpooledTemporaryFile(_MEMORY_BYTES, dir=str(directory)) as file:
+        for text in texts:
+            raw = text.encode()
+            framed = len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
+            digest.update(framed)
+            file.write(framed)
+            total += len(raw)
+        yield SpooledTexts(file, digest.hexdigest(), total)

@@ -14,18 +14,25 @@ from typing import NoReturn
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, DataError, HeadraceError
 from headrace.base.link_errors import is_link_error
-from headrace.base.tracebacks import is_one_of_several, print_traceback
+from headrace.base.paths import LOCAL
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
 """Environment variable with a file for a rank's error, by which a launcher of several ranks shows one error once."""
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _JOB = "SLURM_JOB_ID"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_WORLDS = {
+    "RANK": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is there in a batch script, too
+}
+"""Environment variable of the rank -> environment variable of the number of ranks."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--config FILE` (required) and `--set KEY=VALUE` (repeatable)."""
-    parser.add_argument("--config", required=True, metavar="FILE", help="the config: JSON or YAML")
+    parser.add_argument("--config", required=True, metavar="FILE", type=LOCAL, help="the config: JSON or YAML")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -109,3 +116,24 @@ def _tell(error: HeadraceError) -> None:
     else:
         brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
         print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
+
+
+def is_one_of_several() -> bool:
+    """Whether this process is a rank among others."""
+    return _rank_of_several() is not None
+
+
+def print_traceback() -> None:
+    """Prints the current traceback in one write; if there are several ranks, with `[rank N]` on every line."""
+    text = traceback.format_exc()
+    rank = _rank_of_several()
+    if rank is not None:
+        text = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _rank_of_several() -> str | None:
+    name = next((name for name in _WORLDS if name in os.environ), None)
+    size = "1" if name is None else os.environ.get(_WORLDS[name], "1")
+    return os.environ[name] if name is not None and size.isdigit() and int(size) > 1 else None

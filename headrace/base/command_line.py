@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from headrace.base.cli import guarded
 from headrace.base.errors import HeadraceError
-from headrace.base.paths import is_store_url, refuse_url
+from headrace.base.paths import PathArgument, is_store_url, refuse_url
 from headrace.base.remote_folder import local_directory, local_folder
 from headrace.base.remote_output import all_published, local_output
 from headrace.base.remote_run import local_run
@@ -25,42 +25,8 @@ _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
 _OF_DEEPSPEED = "--config FILE for --deepspeed and --deepspeed_config: the same file, with model, data and run in it;"
 _COMPLETING = "_ARGCOMPLETE"
 """Environment variable by which the shell's completion function asks for completions instead of the command."""
-PATHS = frozenset(
-    [
-        "CONFIG",
-        "DIR",
-        "DIRECTORY",
-        "FILE",
-        "FOLDER",
-        "MODEL",
-        "OUT",
-        "OUT.csv",
-        "OUT.html",
-        "OUT.pt",
-        "OUT.svg",
-        "PREFIX",
-        "RUN",
-        "RUN|CHECKPOINT",
-        "RUN_DIR",
-        "RUN|FOLDER",
-        "OUT|RUN_DIR",
-        "SOURCE",
-        "TOKENS",
-        "NAME|FILE",
-    ]
-)
-"""Metavars of arguments that are paths; `NAME=FOLDER` has one after the `=`."""
-_OUTPUTS = ("OUT", "OUT.csv", "OUT.html", "OUT.pt", "OUT.svg")
-"""Metavars of outputs, which may be URLs: a verb writes to a path on this host, and its output is uploaded."""
-
-_FOLDERS = ("FOLDER", "MODEL")
-"""Metavars of models and tokenizers, which may be URLs: they are copied to this host, and read there."""
-_OF_THE_VERB = ("TOKENS", "OUT|RUN_DIR")
-"""Metavars of tokens to read, and of tokens or runs to write; the verb itself reads or uploads a URL."""
-_RUNS = ("RUN", "RUN|CHECKPOINT", "RUN_DIR")
-"""Metavars of runs and their checkpoints, which may be URLs: they are read from a directory on this host."""
-_OF_ANY_KIND = ("RUN|FOLDER",)
-"""Metavars of any directory with a manifest, which may be a URL: the files that are needed are copied to this host."""
+_COPIED = {"run": local_run, "folder": local_folder, "directory": local_directory}
+"""Kind of directory that an argument reads -> function that copies one from an object store to this host."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,29 +77,26 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{near}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        kind = action.metavar if isinstance(action.metavar, str) else ""
-        named, _, path = kind.partition("=") if "=" in kind else ("", "", kind)
-        if path in PATHS:
-            given = arg_string.partition("=")[2] if named else arg_string
-            if path in _RUNS and is_store_url(given):
-                arg_string = arg_string.removesuffix(given) + str(local_run(given))
-            elif path in _FOLDERS and is_store_url(given):
-                arg_string = arg_string.removesuffix(given) + str(local_folder(given))
-            elif path in _OF_ANY_KIND and is_store_url(given):
-                arg_string = str(local_directory(given.rstrip("/")))
-            elif path in _OF_THE_VERB and is_store_url(given):
-                pass
-            elif path in _OUTPUTS and is_store_url(given):
-                self.outputs.append(given.rstrip("/"))
-                arg_string = str(local_output(self.outputs[-1]))
-            else:
-                refuse_url(given, field=next(iter(action.option_strings), kind))
+        if isinstance(action.type, PathArgument):
+            arg_string = self._on_this_host(action, action.type, arg_string)
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             if action.type not in _WANTED:
                 raise
         raise argparse.ArgumentError(action, f"{arg_string!r} is not {_WANTED[action.type]}")
+
+    def _on_this_host(self, action: argparse.Action, path: PathArgument, text: str) -> str:
+        """Replaces a URL by a path on this host, or refuses it."""
+        given = text.partition("=")[2] if path.named else text
+        if path.url == "refused" or not is_store_url(given):
+            refuse_url(given, field=next(iter(action.option_strings), str(action.metavar)))
+        elif path.url == "output":
+            self.outputs.append(given.rstrip("/"))
+            return str(local_output(self.outputs[-1]))
+        elif path.url != "kept":
+            return text.removesuffix(given) + str(_COPIED[path.url](given.rstrip("/")))
+        return text
 
 
 def add_verbs(parser: Parser, verbs: Sequence[Verb], *, metavar: str = "VERB") -> None:

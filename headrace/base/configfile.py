@@ -23,11 +23,14 @@ from headrace.base.errors import ConfigError
 from headrace.base.paths import refuse_url
 from headrace.base.shipped import find_shipped
 
+ConfigTree = dict[str, Any]
+"""A config or one of its sections, nested, as its file and `--set` give it."""
+
 SUFFIXES = (".json", ".jsonc", ".json5", ".yaml", ".yml")
 _YAML, _TOML = (".yaml", ".yml"), ".toml"
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigTree:
     """Reads a config file with all it extends, then applies `--set` overrides in order.
 
     Args:
@@ -47,7 +50,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return raw
 
 
-def overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> ConfigTree:
     """A copy of a config with `--set` overrides applied in order.
 
     Raises:
@@ -59,7 +62,7 @@ def overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     return changed
 
 
-def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: ConfigTree, over: Mapping[str, Any]) -> ConfigTree:
     """`over` on top of `base`: objects are merged key by key, other values replaced."""
     merged = dict(base)
     for key, value in over.items():
@@ -68,7 +71,7 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def set_value(raw: dict[str, Any], dotted: str, value: Any) -> None:
+def set_value(raw: ConfigTree, dotted: str, value: Any) -> None:
     """Sets one field, e.g. `run.steps` or `data.sources.0.path`; objects on the way are made.
 
     Raises:
@@ -88,7 +91,7 @@ def set_value(raw: dict[str, Any], dotted: str, value: Any) -> None:
         here[last] = value
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, seen: tuple[Path, ...]) -> ConfigTree:
     if path.resolve() in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError("extends", str(path), why=f"the files extend each other: {chain}", remedy="break the circle")
@@ -97,14 +100,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     bases = own.pop("extends", [])
     if not isinstance(bases, str) and not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise ConfigError("extends", bases, why="it names files", remedy='write "base.json" or ["a.json", "b.json"]')
-    merged: dict[str, Any] = {}
+    merged: ConfigTree = {}
     for base in [bases] if isinstance(bases, str) else bases:
         refuse_url(base, field="extends")
         merged = merge(merged, _read(path.parent / base, (*seen, path.resolve())))
     return merge(merged, own)
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> ConfigTree:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -183,8 +186,8 @@ def _refuse_size(language: str, path: Path, error: Exception) -> None:
     raise ConfigError("--config", str(path), why=why, remedy="write a smaller file, and smaller numbers") from None
 
 
-def _refuse_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {}
+def _refuse_repeats(pairs: Iterable[tuple[str, Any]]) -> ConfigTree:
+    whole: ConfigTree = {}
     for key, value in pairs:
         if key in whole:
             raise ConfigError(key, value, why="the key appears twice in one object", remedy="keep one of the two")
@@ -192,7 +195,7 @@ def _refuse_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def _apply(raw: ConfigTree, override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError("--set", override, why="it has no '='", remedy="write --set run.steps=100")

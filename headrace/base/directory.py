@@ -40,6 +40,12 @@ from headrace.base.foreign_json import read_json
 from headrace.base.paths import refuse_url
 from headrace.base.version import __version__
 
+Parents = dict[str, Any]
+"""Name of a directory that another was made from -> its path and fingerprint."""
+
+Details = dict[str, Any]
+"""The figures that a manifest records of how its directory was made."""
+
 MANIFEST = "manifest.json"
 COPIED_FROM = "commit.txt"
 """File beside the packages in a copy of a checkout, with the commit that was copied."""
@@ -53,8 +59,8 @@ class Manifest:
 
     kind: str
     config: dict[str, Any]
-    parents: dict[str, Any]
-    details: dict[str, Any]
+    parents: Parents
+    details: Details
     files: dict[str, dict[str, Any]]
     fingerprint: str
     code: dict[str, str | None]

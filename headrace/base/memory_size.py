@@ -1,4 +1,4 @@
-"""A size of memory as users write it: a number with its unit."""
+"""Sizes of memory: as users write them, a number with its unit, and as Linux reports the host's available memory."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def bytes_of(text: str) -> int:
     if found is None or found[2].upper() not in _UNITS or not float(found[1]):
         raise ValueError("it is not a positive number with a unit: MB, GB, MiB or GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def available_memory(meminfo: str) -> int:
+    """Returns the available bytes from the text of /proc/meminfo."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, flags=re.MULTILINE)
+    assert match is not None, meminfo
+    return int(match[1]) * 1024

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -32,6 +33,46 @@ _COPIED_BY = {
     "https": "curl -LO",
 }
 """Scheme of a URL -> the program that copies between its store and a disk."""
+
+
+@dataclass(frozen=True)
+class PathArgument:
+    """The `type` of a command-line argument that is a path.
+
+    Attributes:
+        url: What becomes of the URL of an object store: `refused`; `kept`, if the verb itself reads or writes there;
+            `output`, if the verb writes on this host and its output is uploaded; or the kind of directory that is
+            copied to this host.
+        to: Type of the argument's value.
+        named: Whether the path follows a name and a `=`.
+    """
+
+    url: Literal["refused", "kept", "output", "run", "folder", "directory"]
+    to: type = str
+    named: bool = False
+
+    def __call__(self, text: str) -> Any:
+        """The value of the argument, from text in which a URL has been replaced."""
+        return self.to(text)
+
+    def as_path(self) -> PathArgument:
+        """The same argument, whose value is a `Path`."""
+        return replace(self, to=Path)
+
+    def after_name(self) -> PathArgument:
+        """The same argument as `NAME=PATH`."""
+        return replace(self, named=True)
+
+
+LOCAL = PathArgument("refused")
+OUTPUT = PathArgument("output")
+RUN = PathArgument("run")
+"""A run, or a checkpoint of one."""
+FOLDER = PathArgument("folder")
+"""A model or a tokenizer."""
+DIRECTORY = PathArgument("directory")
+"""Any directory with a manifest, of which the files that are needed are copied."""
+PLACE = PathArgument("kept")
 
 
 def is_url(text: str | Path) -> bool:

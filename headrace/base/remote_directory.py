@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -162,10 +162,10 @@ def fetch(
     text, manifest = found or read_remote_manifest(url)
     if beside:
         manifest = replace(manifest, files={**files_beside(url), **manifest.files})
-    files = [name for name in manifest.files if wanted(name)]
-    check_room(manifest, files, final)
+    files = {name: entry for name, entry in manifest.files.items() if wanted(name)}
+    require_room(sum(int(entry["bytes"]) for entry in files.values()), final)
     with staged(final) as staging:
-        fetch_files(url, manifest, files, staging, progress=progress)
+        fetch_files(url, files, staging, progress=progress)
         give_name(staging, final, text)
     return manifest
 
@@ -197,26 +197,29 @@ def files_beside(url: str, *, wanted: Callable[[str], bool] = lambda _name: True
 
 
 def fetch_files(
-    url: str, manifest: Manifest, names: Sequence[str], staging: Path, *, progress: Progress = lambda _bytes: None
+    url: str,
+    files: Mapping[str, Mapping[str, Any]],
+    staging: Path,
+    *,
+    progress: Progress = lambda _bytes: None,
 ) -> None:
-    """Copies some files of a finished directory of an object store to a staging directory, and flushes them.
+    """Copies files below a URL to a staging directory, and flushes them.
 
     Args:
         url: URL of the directory.
-        manifest: the directory's manifest.
-        names: names of the files to copy.
+        files: name of each file -> its `bytes`, and its `sha256` if a manifest lists it.
         staging: the staging directory, which exists.
         progress: function that is called with the bytes of each file that was copied.
 
     Raises:
-        DataError: a checksum differs.
+        DataError: a checksum or a size differs.
         StorageError: the store cannot be read.
     """
-    for folder in {PurePosixPath(name).parent for name in names}:
+    for folder in {PurePosixPath(name).parent for name in files}:
         (staging / folder).mkdir(parents=True, exist_ok=True)
 
     def receive(name: str) -> None:
-        entry, path, source = manifest.files[name], staging / name, f"{url.rstrip('/')}/{name}"
+        entry, path, source = files[name], staging / name, f"{url.rstrip('/')}/{name}"
         download(source, path)
         listed = "sha256" in entry
         if (sha256_of_file(path) != entry["sha256"]) if listed else (path.stat().st_size != entry["bytes"]):
@@ -226,7 +229,7 @@ def fetch_files(
         sync(path)
         progress(int(entry["bytes"]))
 
-    for_each(receive, names)
+    for_each(receive, files)
 
 
 def give_name(staging: Path, final: Path, text: bytes) -> None:
@@ -296,17 +299,8 @@ def cache_root() -> Path:
     return Path(os.environ.get(CACHE) or Path.home() / ".cache/headrace")
 
 
-def check_room(manifest: Manifest, names: Sequence[str], final: Path) -> None:
-    """Refuses to copy files to a disk that has no room for them.
-
-    Raises:
-        DataError: says what is needed, and what is free.
-    """
-    require_room(sum(int(manifest.files[name]["bytes"]) for name in names), final)
-
-
 def require_room(needed: int, final: Path) -> None:
-    """Raises DataError if the disk of a path has no room for so many bytes."""
+    """Raises DataError if the disk of a path has no room for so many bytes, with both numbers."""
     free = free_bytes(final.parent)
     if needed > free:
         text = f"{final} needs {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free there"

@@ -15,14 +15,14 @@ from headrace.base.foreign_folders import leads_out
 from headrace.base.paths import is_store_url
 from headrace.base.remote_directory import (
     cached,
+    fetch_files,
     find_manifest,
-    for_each,
     made_once,
     read_remote_manifest,
     require_room,
 )
 from headrace.base.remote_run import CHECKPOINTS, local_run
-from headrace.base.storage import Stat, download, objects_below
+from headrace.base.storage import Stat, objects_below
 
 _TEMPLATES = "additional_chat_templates/"
 _GROWING = {"run": "headrace export {url} OUT", "tokens": "headrace copy {url} DIR"}
@@ -92,19 +92,10 @@ def _plain(url: str, found: dict[str, Stat]) -> Path:
 def _copy(url: str, wanted: dict[str, Stat], final: Path) -> None:
     require_room(sum(stat.bytes for stat in wanted.values()), final)
     with staged(final) as staging:
-        (staging / _TEMPLATES).mkdir()
-        for_each(lambda name: _receive(url, name, wanted[name], staging), wanted)
-        if not any((staging / _TEMPLATES).iterdir()):
-            (staging / _TEMPLATES).rmdir()
+        fetch_files(url, {name: {"bytes": stat.bytes} for name, stat in wanted.items()}, staging)
         now = objects_below(url)
         changed = [name for name, stat in wanted.items() if name not in now or now[name].differs_from(stat)]
         if changed:
             why = f"{url}/{changed[0]} was changed while it was copied"
             raise DataError(f"{why}\n  try: again, when no process writes there")
         staging.rename(final)
-
-
-def _receive(url: str, name: str, stat: Stat, staging: Path) -> None:
-    download(f"{url}/{name}", staging / name)
-    if (size := (staging / name).stat().st_size) != stat.bytes:
-        raise DataError(f"{url}/{name} has {stat.bytes} bytes, and {size} arrived\n  try: again")

@@ -21,7 +21,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
 from headrace.base.paths import is_store_url
 from headrace.base.remote_directory import cache_root, find_manifest
-from headrace.base.remote_publish import check_arrived, check_can_write, publish, remove_probes, taken
+from headrace.base.remote_publish import check_arrived, check_can_write, publish, remove_probes, send_files, taken
 from headrace.base.storage import upload
 
 _OUTPUTS = "outputs"
@@ -184,9 +184,7 @@ def _send(final: Path, url: str) -> None:
             remove_probes(url)
         elif final.is_dir():
             sizes = {str(p.relative_to(final)): p.stat().st_size for p in sorted(final.rglob("*")) if p.is_file()}
-            for name in sizes:
-                upload(final / name, f"{url}/{name}")
-            check_arrived(url, sizes)
+            send_files(final, url, sizes)
         elif final.exists():
             upload(final, url)
             check_arrived(url, {"": final.stat().st_size})

@@ -146,23 +146,48 @@ def publish(
     sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
     sizes |= {name: size for name, size in unlisted.items() if beside(name)}
 
-    def send(name: str) -> None:
-        trying(partial(upload, directory / name, f"{place}/{name}", progress=sent))
-        progress(sizes[name])
-
     inner = {}  # manifests of finished directories in this one
     for path in (directory / name for name in sizes if is_manifest(name)):
         if (found := inner_manifest(path.read_bytes(), path=str(path))) is not None:
             check_sizes(path.parent, found)
             inner[str(path.relative_to(directory))] = path.stat().st_size
     for part in ({name: size for name, size in sizes.items() if name not in inner}, inner):
-        for_each(send, part)
-        if part:
-            trying(partial(check_arrived, place, part))
+        send_files(directory, place, part, progress=progress, sent=sent, trying=trying)
     taken = trying(partial(_exists, f"{place}/{MANIFEST}"))
     if taken or not trying(partial(put_if_absent, f"{place}/{MANIFEST}", text)):
         raise DataError(f"{url}: another process has written a directory there meanwhile\n  try: choose another place")
     return sizes
+
+
+def send_files(
+    directory: Path,
+    url: str,
+    sizes: Mapping[str, int],
+    *,
+    progress: Progress = lambda _bytes: None,
+    sent: Progress = lambda _bytes: None,
+    trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
+) -> None:
+    """Writes files of a directory to an object store, and compares what the store lists with what was sent.
+
+    Args:
+        directory: the directory.
+        url: URL of the directory there, without a slash at its end.
+        sizes: relative path -> bytes.
+        progress, sent, trying: See `publish`.
+
+    Raises:
+        NotArrivedError: a file is missing there, or has another size.
+        StorageError: the store cannot be written to or listed.
+    """
+
+    def send(name: str) -> None:
+        trying(partial(upload, directory / name, f"{url}/{name}", progress=sent))
+        progress(sizes[name])
+
+    for_each(send, sizes)
+    if sizes:
+        trying(partial(check_arrived, url, sizes))
 
 
 def sizes_below(directory: Path) -> dict[str, int]:

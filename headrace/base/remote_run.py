@@ -34,11 +34,11 @@ from headrace.base.lock import is_locked, lock_file
 from headrace.base.paths import is_url
 from headrace.base.remote_directory import (
     cache_root,
-    check_room,
     fetch_files,
     give_name,
     is_hidden,
     read_remote_manifest,
+    require_room,
 )
 from headrace.base.storage import Stat, download, objects_below, patiently
 
@@ -64,7 +64,7 @@ class RemoteCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _StoreRecord:
     """The record of the store in a run's directory on this host.
 
     Attributes:
@@ -164,7 +164,7 @@ def pull(url: str, *, locked: bool = False) -> Path:
 
 
 def _pull(url: str, run_dir: Path) -> None:
-    lease, record = newest_lease(url), _read(run_dir) or _Record(url)
+    lease, record = newest_lease(url), _read(run_dir) or _StoreRecord(url)
     if lease is None and (run_dir / UPLOADS).exists():
         why = f"the store has nothing of this run any more, but this host still has its directory: {run_dir}"
         raise DataError(f"{url}: {why}\n  try: remove that directory to start over, or choose another URL")
@@ -178,14 +178,14 @@ def _pull(url: str, run_dir: Path) -> None:
         with whole_file(run_dir / name) as path:
             download(f"{url}/{name}", path)
     write_json(run_dir / UPLOADS, asdict(lease))
-    _write(run_dir, _Record(url, (), versions))
+    _write(run_dir, _StoreRecord(url, (), versions))
 
 
 def claim(url: str, token: str) -> None:
     """Records that a lease is about to be taken from this host, which makes its directory newer than the store's."""
     run_dir = working_directory(url)
-    record = _read(run_dir) or _Record(url)
-    _write(run_dir, _Record(url, (*record.tokens[-1:], token)))
+    record = _read(run_dir) or _StoreRecord(url)
+    _write(run_dir, _StoreRecord(url, (*record.tokens[-1:], token)))
 
 
 def is_own(url: str, lease: Lease) -> bool:
@@ -209,9 +209,9 @@ def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] =
     text, manifest = read_remote_manifest(url)
     with lock_file(final.parents[1] / f".{final.name}.lock", doing=f"copying {url}", timeout_s=math.inf):
         if _manifest_text(final) != text:
-            check_room(manifest, list(manifest.files), final)
+            require_room(sum(int(entry["bytes"]) for entry in manifest.files.values()), final)
             with staged(final) as staging:
-                fetch_files(url, manifest, list(manifest.files), staging, progress=progress)
+                fetch_files(url, manifest.files, staging, progress=progress)
                 set_aside(final)
                 give_name(staging, final, text)
 
@@ -264,15 +264,15 @@ def _below(objects: Mapping[str, Stat], folder: str) -> dict[str, Stat]:
     return {name.removeprefix(f"{folder}/"): stat for name, stat in objects.items() if name.startswith(f"{folder}/")}
 
 
-def _read(run_dir: Path) -> _Record | None:
+def _read(run_dir: Path) -> _StoreRecord | None:
     try:
         raw: dict[str, Any] = json.loads((run_dir / _RECORD).read_text())
         versions = {name: (int(size), str(version)) for name, (size, version) in raw["versions"].items()}
-        return _Record(raw["url"], tuple(raw["tokens"]), versions)
+        return _StoreRecord(raw["url"], tuple(raw["tokens"]), versions)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(run_dir: Path, record: _Record) -> None:
+def _write(run_dir: Path, record: _StoreRecord) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / _RECORD, asdict(record))

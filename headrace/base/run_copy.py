@@ -11,7 +11,6 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -115,7 +114,7 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
     refuse_existing(final)
     if (lease := patiently(partial(newest_lease, url))) is not None:
         wait_until_free(url, lease, say=_say)
-    text, run = read_remote_manifest(url)
+    text, _ = read_remote_manifest(url)
     files = files_beside(url, wanted=is_small_name)
     newest = {each.step: each for each in reversed(remote_checkpoints(url))}
     found = {f"step-{step:08d}": (each.url, read_remote_manifest(each.url)) for step, each in newest.items()}
@@ -126,7 +125,7 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
     with staged(final) as staging:
         for name, (place, manifest_there) in found.items():
             fetch(place, staging / CHECKPOINTS / name, progress=progress, found=manifest_there)
-        fetch_files(url, replace(run, files=files), list(files), staging, progress=progress)
+        fetch_files(url, files, staging, progress=progress)
         if found:
             with suppress(OSError):  # a file system without symbolic links
                 (staging / CHECKPOINTS / LATEST).symlink_to(max(found))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
+Figures = dict[str, Any]
+"""Figures of a model, by name, as manifests and tables have them."""
 NAMES: Final = ("accuracy", "accuracy_per_character", "accuracy_per_token", "exact_match", "bits_per_byte")
 """Names of all figures; a task has some of them, the first of which is its headline."""
 

@@ -8,7 +8,7 @@ from data_prep.importing import command as tokens
 from headrace.base.command_line import publish_outputs
 from headrace.base.errors import ConfigError
 from headrace.base.foreign_folders import recognise
-from headrace.base.paths import is_store_url
+from headrace.base.paths import LOCAL, is_store_url
 from headrace.base.remote_output import local_output
 
 _TEXT = """\
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _TEXT
     tokens.add_arguments(parser)
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--config", metavar="FILE", help="config of the run that goes on from a checkpoint")
+    group.add_argument("--config", metavar="FILE", type=LOCAL, help="config of the run that goes on from a checkpoint")
     text = "override one field of it, e.g. --set run.steps=100 (repeatable)"
     group.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "number of processes that will train, where the config's batch depends on it (default: 1)"

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.base.directory import MANIFEST, check_sizes, verify
 from headrace.base.errors import DataError
+from headrace.base.paths import LOCAL
 from headrace.base.remote_directory import local_manifest
 from headrace.base.storage import StorageError
 
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.description = _TEXT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a model or tokens, finished, with a card")
+    parser.add_argument(
+        "directory", metavar="DIRECTORY", type=LOCAL.as_path(), help="a model or tokens, finished, with a card"
+    )
     parser.add_argument("repository", metavar="OWNER/NAME", help="repository of the Hub; created if it does not exist")
     parser.add_argument(
         "--revision",

@@ -8,12 +8,12 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from headrace.base.command_line import complete_with
 from headrace.base.config_kinds import KINDS, keys
 from headrace.base.errors import ConfigError
 from headrace.base.json_schema import NO_DEFAULT, Key, as_json
+from headrace.base.paths import LOCAL
 
 _INTRODUCTION = """\
 Made by `headrace schema --markdown` from the classes that read the files; do not edit it. `headrace explain KEY`
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"one of {', '.join(KINDS)}; default: %(default)s"
     kind = parser.add_argument("kind", metavar="KIND", nargs="?", default="run", help=text)
     complete_with(kind, lambda incomplete: [kind for kind in KINDS if kind.startswith(incomplete)])
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write it there instead of printing it")
+    parser.add_argument("--output", metavar="FILE", type=LOCAL.as_path(), help="write it there instead of printing it")
     parser.add_argument("--markdown", action="store_true", help="print docs/config-reference.md instead")
 
 
@@ -82,7 +82,7 @@ def reference() -> str:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _KeyGroup:
     """The keys under one heading.
 
     Attributes:
@@ -115,17 +115,17 @@ class _Group:
         return " ".join([*(_sentence(text) for text in texts if text), mark]).strip()
 
 
-def _groups(kind: str) -> Iterator[_Group]:
+def _groups(kind: str) -> Iterator[_KeyGroup]:
     found = keys(kind)
-    yield _Group(kind, None, "", tuple(key for key in found if not re.search(r"[.\[]", key.path)))
+    yield _KeyGroup(kind, None, "", tuple(key for key in found if not re.search(r"[.\[]", key.path)))
     for section in (key for key in found if key.is_section):
         for prefix in dict.fromkeys(m[0] for key in found if (m := _below(section.path, key.path))):
-            yield _Group(kind, section, prefix, tuple(key for key in found if _is_child(prefix, key.path)))
+            yield _KeyGroup(kind, section, prefix, tuple(key for key in found if _is_child(prefix, key.path)))
 
 
-def _homes() -> dict[str, _Group]:
+def _homes() -> dict[str, _KeyGroup]:
     """The line of a key -> where it is printed: under the shortest of the paths that have it, the first of several."""
-    found: dict[str, _Group] = {}
+    found: dict[str, _KeyGroup] = {}
     for group in (group for kind in KINDS for group in _groups(kind)):
         for line in (_line(key, group.prefix) for key in group.keys):
             if line not in found or group.prefix.count(".") < found[line].prefix.count("."):
@@ -133,7 +133,7 @@ def _homes() -> dict[str, _Group]:
     return found
 
 
-def _page(kind: str, homes: dict[str, _Group]) -> Iterator[str]:
+def _page(kind: str, homes: dict[str, _KeyGroup]) -> Iterator[str]:
     yield from (f"## {_sentence(KINDS[kind].what).rstrip('.')}", "", f"Read by: {KINDS[kind].used_by}.", "")
     for group in _groups(kind):
         if group.section:
@@ -144,7 +144,7 @@ def _page(kind: str, homes: dict[str, _Group]) -> Iterator[str]:
         yield ""
 
 
-def _lines(group: _Group, homes: dict[str, _Group]) -> Iterator[str]:
+def _lines(group: _KeyGroup, homes: dict[str, _KeyGroup]) -> Iterator[str]:
     """A line for each key that no other heading explains, and one for all that another one does."""
     elsewhere: dict[str, list[str]] = {}
     for key in (key for key in group.keys if not key.is_section and not key.path.endswith("].step")):

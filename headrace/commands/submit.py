@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import LOCAL
 
 _TEXT = """\
 Submits data prep, training, export and compression to Slurm as a chain of jobs.
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.description = _TEXT
     text = "configs: a corpus, trainings, a compression, in order"
-    parser.add_argument("configs", metavar="CONFIG", nargs="+", help=text)
+    parser.add_argument("configs", metavar="CONFIG", type=LOCAL, nargs="+", help=text)
     text = "nodes of each training: one number, or one for each config"
     parser.add_argument("--nodes", default="1", metavar="N[,N...]", help=text)
     text = "processes on each node (default: one per GPU, or 1)"
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "train once with each value, as a job array with a run directory each; several make a grid"
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE,...", help=text)
     text = "settings of the site (default: slurm/site.toml)"
-    parser.add_argument("--site", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--site", type=LOCAL.as_path(), metavar="FILE", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit and write nothing")
 
 

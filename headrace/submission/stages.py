@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import Any
 from headrace.base.directory import MANIFEST
 from headrace.submission.configs import VERBS, Element, Given, before
 from headrace.submission.environment import settings_of
-from headrace.submission.script import fill, option_of, quoted
 from headrace.submission.site import SiteConfig, StageSettings
 
 SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
 """Kind -> script; all others have `pipeline.sbatch`."""
 ORIGINAL = "original"
 """Folder in the output of a compress config for the export of its run (see `pipeline.compress.recipe.steps`)."""
+_OPTION = re.compile(r"##?SBATCH\s+(--[\w-]+)")
+_HINT = re.compile(r"# (Edit the header|A line that starts with '##SBATCH')")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CommonSettings:
     """The settings that the stages of a submission have in common.
 
     Attributes:
@@ -60,7 +62,7 @@ class Plan:
     sweep: Sequence[Element] = ()
 
 
-def stages_of(configs: Sequence[Given], plan: Plan) -> list[Stage]:
+def stages_of(configs: Sequence[Given], plan: CommonSettings) -> list[Stage]:
     """The stages of a submission, each after the stages it waits for."""
     found: list[Stage] = []
     for number, given in enumerate(configs):
@@ -89,12 +91,12 @@ def _is_model(given: Given, run: Given) -> bool:
     return Path(str(given.raw.get("model"))).absolute() == run.makes.absolute()
 
 
-def _data(given: Given, plan: Plan) -> Stage:
+def _data(given: Given, plan: CommonSettings) -> Stage:
     options = _options("corpus", given.name, given.makes, plan)
     return Stage(given.name, (), _fill(plan, "corpus", options), given.makes, {given.name: given.raw}, chain=True)
 
 
-def _training(given: Given, after: Sequence[Given], plan: Plan) -> Stage:
+def _training(given: Given, after: Sequence[Given], plan: CommonSettings) -> Stage:
     gpus = settings_for("run", plan.site).gpus
     options = _options("run", given.name, given.makes, plan)
     options |= {"--nodes": str(plan.nodes[given.number - 1]), "--ntasks-per-node": str(plan.tasks)}
@@ -119,20 +121,20 @@ def _with_values(given: Given, element: Element) -> dict[str, Any]:
     return configfile.overridden(given.raw, element.overrides)
 
 
-def _export(given: Given, run: Given, plan: Plan) -> Stage:
+def _export(given: Given, run: Given, plan: CommonSettings) -> Stage:
     name = given.name.replace("compress", "export")
     target = given.makes / ORIGINAL
     words = quoted(["export", str(run.makes), str(target)])
     return Stage(name, (run.name,), _fill(plan, "export", _options("export", name, target, plan), words), target)
 
 
-def _model(given: Given, after: tuple[str, ...], plan: Plan) -> Stage:
+def _model(given: Given, after: tuple[str, ...], plan: CommonSettings) -> Stage:
     options = _options(given.kind, given.name, given.makes, plan)
     words = quoted([*VERBS[given.kind], "--config", str(_config(plan, given.name))])
     return Stage(given.name, after, _fill(plan, given.kind, options, words), given.makes, _snapshot(given, plan))
 
 
-def _snapshot(given: Given, plan: Plan) -> dict[str, Mapping[str, Any]]:
+def _snapshot(given: Given, plan: CommonSettings) -> dict[str, Mapping[str, Any]]:
     """A compress config and the training config that it names, which is read when the job runs."""
     distill = given.raw.get("distill") if given.kind == "compress" else None
     if not distill:
@@ -144,11 +146,11 @@ def _snapshot(given: Given, plan: Plan) -> dict[str, Mapping[str, Any]]:
     return {given.name: named, student: configfile.load(distill["config"])}
 
 
-def _config(plan: Plan, name: str) -> Path:
+def _config(plan: CommonSettings, name: str) -> Path:
     return plan.directory / "configs" / f"{name}.json"
 
 
-def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | None]:
+def _options(kind: str, name: str, makes: Path, plan: CommonSettings) -> dict[str, str | None]:
     """Options of sbatch for a stage, from the site's settings."""
     site, settings = plan.site, settings_for(kind, plan.site)
     given: dict[str, str | None] = {
@@ -175,10 +177,57 @@ def _options(kind: str, name: str, makes: Path, plan: Plan) -> dict[str, str | N
 
 
 def _fill(
-    plan: Plan, kind: str, options: Mapping[str, str | None], words: str | None = None, notes: Sequence[str] = ()
+    plan: CommonSettings,
+    kind: str,
+    options: Mapping[str, str | None],
+    words: str | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """The text of a stage's script, with `words` as its arguments, quoted for bash."""
     arguments = [] if words is None else [f"set -- {words}"]
     shipped = plan.scripts / SCRIPTS.get(kind, "pipeline.sbatch")
     settings = [*settings_of(plan.site, root=plan.root, directory=plan.directory), *notes, *arguments]
     return fill(shipped, about="Written by headrace submit.", options=options, settings=settings)
+
+
+def fill(shipped: Path, *, about: str, options: Mapping[str, str | None], settings: Sequence[str]) -> str:
+    """The text of a script of `slurm/` with other options.
+
+    The text stays the shipped one, with its comments. Options take the place of those in the header, and the settings
+    of the submission (environment, arguments) follow it, so that the file says everything and can be submitted again by
+    hand.
+
+    Args:
+        shipped: the script.
+        about: one line on the origin of the new script.
+        options: option of sbatch, with its dashes -> value, None for one without a value.
+        settings: lines of bash that run before the script's own.
+    """
+    lines = shipped.read_text(encoding="utf-8").splitlines()
+    body = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    left = dict(options)
+    header = [_replaced(line, left) for line in lines[1:body] if not _HINT.match(line)]
+    header += [_line(name, value) for name, value in left.items()]
+    kept = [line for line in header if line]
+    return "\n".join([lines[0], f"# {about}", "#", *kept, "", *settings, "", *lines[body:], ""])
+
+
+def option_of(text: str) -> tuple[str, str | None]:
+    """Name and value of an option such as `--constraint=h100` or `--exclusive`."""
+    name, equals, value = text.replace(" ", "=", 1).partition("=")
+    return name, value if equals else None
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Words as a command line, quoted for bash."""
+    return shlex.join(words)
+
+
+def _replaced(line: str, left: dict[str, str | None]) -> str:
+    """A line of the header with the new value of its option, which is taken out of `left`."""
+    found = _OPTION.match(line)
+    return _line(found[1], left.pop(found[1])) if found and found[1] in left else line
+
+
+def _line(name: str, value: str | None) -> str:
+    return f"#SBATCH {name}" if value is None else f"#SBATCH {name}={value}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_prep.config.corpus import CorpusConfig
-from data_prep.job.slurm import Chain, plan_chain, submit_chain
+from data_prep.job.slurm import JobChain, plan_chain, submit_chain
 from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
@@ -18,7 +18,7 @@ from headrace.submission import snapshot, validate
 from headrace.submission.configs import Element, Given, before, read_configs
 from headrace.submission.request import Request, nodes_of, sweep_of, tasks_of
 from headrace.submission.site import SiteConfig, load_site
-from headrace.submission.stages import Plan, Stage, settings_for, stages_of
+from headrace.submission.stages import CommonSettings, Stage, settings_for, stages_of
 
 Say = Callable[[str], None]
 _UNVERIFIED = "containers were never run with these scripts: they are printed by --dry-run, unverified"
@@ -48,7 +48,7 @@ def submit(request: Request, *, say: Say) -> None:
     clone = snapshot.is_clone()
     scripts = snapshot.CLONE / "slurm" if clone else SHARE / "slurm"
     root = directory / "code" if clone else SHARE
-    plan = Plan(site, directory, root, scripts, nodes, tasks, sweep)
+    plan = CommonSettings(site, directory, root, scripts, nodes, tasks, sweep)
     stages = stages_of(kept, plan)
     if request.dry_run:
         _print(stages, plan, request, say)
@@ -89,7 +89,7 @@ def _validate(
     return done
 
 
-def _submit(stages: Sequence[Stage], plan: Plan, request: Request, *, site_file: Path, say: Say) -> None:
+def _submit(stages: Sequence[Stage], plan: CommonSettings, request: Request, *, site_file: Path, say: Say) -> None:
     jobs: dict[str, list[str]] = {}  # of a chain the last one is what others wait for
     made = snapshot.make(plan.directory)
     try:
@@ -107,7 +107,7 @@ def _submit(stages: Sequence[Stage], plan: Plan, request: Request, *, site_file:
     say(f"{plan.directory}: the code, configs and scripts of these jobs, and logs/")
 
 
-def _write(stages: Sequence[Stage], plan: Plan) -> None:
+def _write(stages: Sequence[Stage], plan: CommonSettings) -> None:
     """Writes the directory of a submission."""
     (plan.directory / "logs").mkdir()
     snapshot.copy_code(plan.directory)
@@ -117,7 +117,9 @@ def _write(stages: Sequence[Stage], plan: Plan) -> None:
         write_text(_script(plan, stage), stage.text)
 
 
-def _submit_stage(stage: Stage, plan: Plan, request: Request, jobs: dict[str, list[str]], *, say: Say) -> list[str]:
+def _submit_stage(
+    stage: Stage, plan: CommonSettings, request: Request, jobs: dict[str, list[str]], *, say: Say
+) -> list[str]:
     """Submits a stage; returns its job numbers, last the job that later stages wait for."""
     if stage.chain:
         chain = _chain(stage, plan, request)
@@ -142,17 +144,17 @@ def _dependency(stage: Stage, jobs: dict[str, list[str]]) -> list[str]:
     return [f"--dependency=afterok:{':'.join(waited)}", "--kill-on-invalid-dep=yes"] if waited else []
 
 
-def _chain(stage: Stage, plan: Plan, request: Request) -> Chain:
+def _chain(stage: Stage, plan: CommonSettings, request: Request) -> JobChain:
     config = plan.directory / "configs" / f"{stage.name}.json"
     known = parse(CorpusConfig, stage.configs[stage.name])
     return plan_chain(known, words=["--config", str(config)], shares=request.workers, script=_script(plan, stage))
 
 
-def _script(plan: Plan, stage: Stage) -> Path:
+def _script(plan: CommonSettings, stage: Stage) -> Path:
     return plan.directory / f"{stage.name}.sbatch"
 
 
-def _print(stages: Sequence[Stage], plan: Plan, request: Request, say: Say) -> None:
+def _print(stages: Sequence[Stage], plan: CommonSettings, request: Request, say: Say) -> None:
     """Prints the scripts, and the commands that would submit them."""
     if plan.site.container is not None:
         say(f"container: {_UNVERIFIED}")

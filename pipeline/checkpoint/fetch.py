@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from headrace.base.directory import Manifest, fresh_staging, staging_path
 from headrace.base.errors import DataError
-from headrace.base.remote_directory import check_room, fetch_files, give_name, read_remote_manifest
+from headrace.base.remote_directory import fetch_files, give_name, read_remote_manifest, require_room
 from headrace.base.remote_run import set_aside
 from headrace.base.storage import StorageError, objects_below, patiently
 from pipeline.checkpoint.checkpoint import StoredCheckpoint
@@ -66,7 +66,7 @@ def _begin(checkpoint: StoredCheckpoint) -> tuple[bytes, Manifest | None, str | 
         raise
     except DataError as error:
         return b"", None, str(error).splitlines()[0]
-    check_room(manifest, list(manifest.files), checkpoint.path)
+    require_room(sum(int(entry["bytes"]) for entry in manifest.files.values()), checkpoint.path)
     fresh_staging(checkpoint.path)
     return text, manifest, None
 
@@ -82,10 +82,10 @@ def _fetch(url: str, manifest: Manifest, names: Sequence[str], staging: Path) ->
     Raises:
         StorageError: the store cannot be read.
     """
-    left = list(names)
+    files = {name: manifest.files[name] for name in names}
     for pause_s in (*_RETRIES_S, None):
         try:
-            fetch_files(url, manifest, left, staging)
+            fetch_files(url, files, staging)
         except StorageError:
             if pause_s is None:
                 there = objects_below(url)

@@ -34,7 +34,7 @@ _RANGE = 1 << 62
 
 
 @dataclass(frozen=True)
-class _Documents:
+class _SampleDocuments:
     """Documents in samples, int64 [n] each, in order; `number` is the index of the document in its sample."""
 
     sample: I64
@@ -118,7 +118,7 @@ class Fim:
         parts = (piece[:first], *(spm_order if spm else psm_order), piece[body:])
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
-    def _parts(self, boundaries: DocumentBoundaries, samples: int) -> _Documents:
+    def _parts(self, boundaries: DocumentBoundaries, samples: int) -> _SampleDocuments:
         ends = np.full(samples, self.length + 1) if boundaries.used is None else boundaries.used
         sample = np.concatenate([np.arange(samples), boundaries.sample])
         start = np.concatenate([np.zeros(samples, dtype=np.int64), boundaries.at])
@@ -127,13 +127,13 @@ class Fim:
         last = np.append(sample[1:] != sample[:-1], True)
         end = np.where(last, ends[sample], np.append(start[1:], 0))
         number = np.arange(sample.size) - np.searchsorted(sample, sample)
-        return _Documents(sample, number, start, end - start)
+        return _SampleDocuments(sample, number, start, end - start)
 
-    def _selected(self, parts: _Documents, samples: I64) -> npt.NDArray[np.bool_]:
+    def _selected(self, parts: _SampleDocuments, samples: I64) -> npt.NDArray[np.bool_]:
         drawn = self._random("rate", parts, samples) < self.section.rate * _RANGE
         return np.asarray(drawn & (parts.length >= _SHORTEST), dtype=np.bool_)
 
-    def _random(self, what: str, parts: _Documents, samples: I64) -> I64:
+    def _random(self, what: str, parts: _SampleDocuments, samples: I64) -> I64:
         """A pseudo-random number in 0.._RANGE-1 for each document, a function of seed, sample and document index."""
         location = samples[parts.sample] * (self.length + 1) + parts.number
         return permute(location, size=_RANGE, key=derive_key(self.seed, "fim", what))

@@ -138,7 +138,7 @@ def _copy(origin: str, final: Path, manifest: Manifest, progress: Callable[[], N
         if is_url(origin):
             partial.mkdir()
             text = read_remote_manifest(origin)[0]
-            fetch_files(origin, manifest, list(manifest.files), partial, progress=lambda _bytes: progress())
+            fetch_files(origin, manifest.files, partial, progress=lambda _bytes: progress())
         else:
             text = (Path(origin) / MANIFEST).read_bytes()
             _copy_files(Path(origin), partial, manifest, progress)

@@ -18,6 +18,7 @@ from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
 from pipeline.models.folder.model_folder import read_config
 from pipeline.models.folder.text_part import TEXT_ALONE
+from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.layers import global_value, keep_layers
 from pipeline.models.padding import check_padding_id, give_padding_id
 
@@ -123,7 +124,7 @@ def _without_quantization(config: PretrainedConfig, folder: str | Path) -> Pretr
     return config
 
 
-def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_length: int) -> PretrainedConfig:
+def _from_section(given: HfFields, tokenizer: HfFields, sequence_length: int) -> PretrainedConfig:
     kind = given["model_type"]
     if kind not in CONFIG_MAPPING:
         near = suggest(kind, list(CONFIG_MAPPING))
@@ -154,7 +155,7 @@ def _from_section(given: dict[str, Any], tokenizer: dict[str, Any], sequence_len
         raise ConfigError("model.config", given, why=why, remedy="correct the field it names") from None
 
 
-def _made(kind: str, derived: dict[str, Any], fields: dict[str, Any]) -> PretrainedConfig:
+def _made(kind: str, derived: HfFields, fields: HfFields) -> PretrainedConfig:
     """The config; where an architecture insists on a special token that the tokenizer lacks, it gets end-of-text."""
     try:
         return AutoConfig.for_model(kind, **derived, **fields)
@@ -195,7 +196,7 @@ _OTHER_PARTS = ("vision", "audio", "vq_config", "encoder", "patcher")
 """Words in the names of sub-configs that are not the decoder's."""
 
 
-def _refuse_unknown_keys(kind: str, given: dict[str, Any]) -> None:
+def _refuse_unknown_keys(kind: str, given: HfFields) -> None:
     """Refuses unknown keys, and two values of one key: transformers accepts both silently, and trains another model."""
     known = known_keys(kind)
     if not known >= given.keys():

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.folder.weight_files import HfFields
 
 _LAYER = re.compile(r"^(.*?\.(?:layers|layer|h|blocks)\.)(\d+)(\..*)$")
 
@@ -46,7 +47,7 @@ _TOTAL = "num_blocks"
 """Another name of the number of layers, which a config has beside num_hidden_layers (xLSTM)."""
 
 
-def of_kept_layers(fields: dict[str, Any], layers: Sequence[int], *, total: int) -> dict[str, Any]:
+def of_kept_layers(fields: HfFields, layers: Sequence[int], *, total: int) -> HfFields:
     """The keys of a config that name or list single layers, with their new values for the layers that are kept.
 
     Lists with one entry per layer (layer_types, no_rope_layers), lists of their numbers (mlp_only_layers), the number
@@ -54,7 +55,7 @@ def of_kept_layers(fields: dict[str, Any], layers: Sequence[int], *, total: int)
     (decoder_sparse_step, whose layers become a list of numbers). Anything else that depends on the position of a layer
     is found by `check_kept_layers`.
     """
-    new: dict[str, Any] = {}
+    new: HfFields = {}
     for key, value in fields.items():
         if key in _NUMBERS and isinstance(value, list):
             new[key] = [at for at, layer in enumerate(layers) if layer in value]

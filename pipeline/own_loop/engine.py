@@ -28,9 +28,8 @@ from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.save import save_and_wait
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.schedule import Schedule
-from pipeline.own_loop.batches import in_dtype
+from pipeline.own_loop.batches import gathered, in_dtype
 from pipeline.own_loop.config import BatchShare, LoopConfig
-from pipeline.own_loop.gather import gathered
 from pipeline.own_loop.state import StateEntry, check_optimizer, entries, load_scalars, plain_numbers, prepare_to_read
 from pipeline.own_loop.torch_scheduler import step_taken_over
 from pipeline.own_loop.weights import full_state_dict, write_model

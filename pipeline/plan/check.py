@@ -137,11 +137,11 @@ def _exact_entries(
 ) -> Iterator[Entry]:
     """Memory and work of an executed step."""
     from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415  imports torch
-    from pipeline.plan.fake_gpu.exact import Source, execute, step_entries  # noqa: PLC0415
+    from pipeline.plan.fake_gpu.exact import RunInputs, execute, step_entries  # noqa: PLC0415
     from pipeline.run.before.memory_summary import Executed, memory_entries  # noqa: PLC0415
 
     vocabulary = tokenizer_details(prepared.mixture.sources[0].manifest)["vocab_size"]
-    source = Source(str(arguments.config), arguments.overrides, processes, begun, vocabulary, arguments.imbalance)
+    source = RunInputs(str(arguments.config), arguments.overrides, processes, begun, vocabulary, arguments.imbalance)
     steps: list[Executed] = []
 
     def executed(ranks: Sequence[int]) -> Executed:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import LOCAL, RUN
 from headrace.base.quick_imports import quick_imports
 from pipeline.config.load import read_config
 from pipeline.plan.imbalance import add_imbalance_argument
@@ -27,12 +28,13 @@ MARGIN = 0.05
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `python -m pipeline plan`."""
-    parser.add_argument("--config", metavar="FILE", help="the config: JSON or YAML")
+    parser.add_argument("--config", metavar="FILE", type=LOCAL, help="the config: JSON or YAML")
     text = "override one field, e.g. --set run.steps=100 (repeatable)"
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
+        type=LOCAL,
         help="a known machine (a100, h100, h200, b200, ...) or a machine's file; default: the device of this"
         f" machine, else {DEFAULT_MACHINE}. Several (h100,h200) or all: what the run costs on each, in one table."
         " With --calibrate: the file to write",
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         metavar="FILE",
+        type=LOCAL,
         help="draw the simulated step: FILE.html, FILE.svg, or FILE.json for chrome://tracing and Perfetto:"
         " the passes of a pipeline, else the streams of computation and communication of a micro-batch",
     )
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "many as a minute of CPU allows; 0: none)",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="with --search: where the page and the config go (default: out/plan)"
+        "--out", metavar="DIR", type=LOCAL, help="with --search: where the page and the config go (default: out/plan)"
     )
     parser.add_argument(
         "--calibrate", action="store_true", help="measure this machine in about a minute, and write its file"
@@ -74,9 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare trained runs with their predictions: plan --score RUN...",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="*", default=[], help="with --score: directories of runs")
     parser.add_argument(
-        "--save-calibration", metavar="FILE", help="with --score: write the machine that fits the runs, for --machine"
+        "runs", metavar="RUN", type=RUN, nargs="*", default=[], help="with --score: directories of runs"
+    )
+    parser.add_argument(
+        "--save-calibration",
+        metavar="FILE",
+        type=LOCAL,
+        help="with --score: write the machine that fits the runs, for --machine",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -122,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
-    from pipeline.plan.calibration.present import present_machine  # noqa: PLC0415  imports torch
+    from pipeline.plan.predict.planned_run import open_run, present_machine  # noqa: PLC0415  imports torch
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
     if _several(arguments):  # what it has of nodes is each machine's own
@@ -130,7 +138,6 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
     else:
         machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
         nodes = arguments.nodes
-    from pipeline.plan.predict.planned_run import open_run  # noqa: PLC0415  imports torch
 
     return open_run(
         arguments.config,

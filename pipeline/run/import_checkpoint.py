@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ from headrace.base.paths import is_url
 from headrace.base.remote_publish import check_can_publish, remove_probes
 from headrace.base.remote_run import remote_checkpoints, working_directory
 from headrace.base.run_copy import publish_run
-from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
+from pipeline.checkpoint.format.metadata import METADATA, encode_metadata
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.importing.find import check_known, open_checkpoint
 from pipeline.checkpoint.importing.hyperparameters import compare_params, compare_rates
 from pipeline.checkpoint.importing.match import check_config, matched_state
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
-from pipeline.checkpoint.importing.write import write_checkpoint
 from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
+from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
+from pipeline.checkpoint.write.write_shards import write_metadata
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.data.skips import NO_SKIPS, Skip, Skips
@@ -199,3 +202,27 @@ def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> 
     if source.samples is None or samples == source.samples:
         return text
     return f"{text}, by whole batches of {prepared.run.batch.samples:,}; it was trained on {source.samples:,}"
+
+
+def write_checkpoint(
+    store: CheckpointStore, info: CheckpointInfo, tensors: Mapping[str, LazyTensor], progress: Progress
+) -> Checkpoint:
+    """Writes and commits a checkpoint, in one process.
+
+    Args:
+        store: checkpoint store of the run.
+        info: contents of the manifest.
+        tensors: key of `named_state` -> tensor.
+        progress: called with (bytes written, all bytes).
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError, RuntimeError: a file cannot be written.
+    """
+    staging = store.create_staging(info.step)
+    try:
+        metadata, sha256 = write_streamed(tensors, staging, progress)
+        return store.commit(info, {**sha256, METADATA: write_metadata(encode_metadata(metadata), staging)})
+    except BaseException:
+        store.discard_staging(info.step)
+        raise

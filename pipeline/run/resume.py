@@ -20,7 +20,7 @@ from headrace.base.remote_directory import CACHE, cache_root
 from headrace.base.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.rules.curve import is_allowed, miscounts, written_keys
+from pipeline.config.rules.curve import Curve, is_allowed, miscounts, written_keys
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.sections.run import RunSection
@@ -35,7 +35,7 @@ _OF_A_RUN = (".lock", ".bucket.json", ".agents", "submissions", ATTEMPTS, JOURNA
 """Entries of a run's directory before its first manifest, all or some of them."""
 
 
-def check_run_dir(section: RunSection, store: CheckpointStore, curve: dict[str, Any], *, steps: int) -> None:
+def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, steps: int) -> None:
     """Refuses to resume another run, to start over silently, and to train into a directory that is no run's.
 
     Raises:
@@ -62,7 +62,7 @@ def check_run_dir(section: RunSection, store: CheckpointStore, curve: dict[str, 
         refuse_other_curve(readable, curve, allowed=section.allow_change)
 
 
-def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed: Sequence[str]) -> None:
+def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequence[str]) -> None:
     """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field.
 
     Raises:
@@ -97,8 +97,8 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: dict[str, Any], *, allowed
 
 def _refuse_miscounting(
     checkpoint: Checkpoint,
-    was: dict[str, Any],
-    now: dict[str, Any],
+    was: Curve,
+    now: Curve,
     differing: Sequence[tuple[str, Any, Any]],
     changed: Sequence[tuple[str, Any, Any]],
 ) -> None:
@@ -141,17 +141,17 @@ def _words_back(changed: Sequence[tuple[str, Any, Any]]) -> str:
     return f" ({' '.join(words)})" if plain else ""
 
 
-def _rates(checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> str:
+def _rates(checkpoint: Checkpoint, was: Curve, now: Curve) -> str:
     line = learning_rate_change(checkpoint, was, now)
     return f"  {line}\n" if line else ""
 
 
-def _states(checkpoint: Checkpoint, now: dict[str, Any]) -> str:
+def _states(checkpoint: Checkpoint, now: Curve) -> str:
     line = fresh_optimizer_line(checkpoint, now)
     return f"  {line}\n" if line else ""
 
 
-def fresh_optimizer_line(checkpoint: Checkpoint, now: dict[str, Any]) -> str | None:
+def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
     """Says why the optimizer starts afresh from a checkpoint; None where it takes the checkpoint's state."""
     before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
     if before == after:
@@ -167,7 +167,7 @@ def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list
     return [row for row in changed if row[0] in kept or not row[0].startswith("optimizer.")]
 
 
-def learning_rate_change(checkpoint: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> str | None:
+def learning_rate_change(checkpoint: Checkpoint, was: Curve, now: Curve) -> str | None:
     """Says how another schedule, such as a longer run's, changes the learning rate; None where it is the same."""
     before, after = was.get("scheduler"), now.get("scheduler")
     if not before or not after or before == after:
@@ -178,7 +178,7 @@ def learning_rate_change(checkpoint: Checkpoint, was: dict[str, Any], now: dict[
     return f"{then}; by the checkpoint's schedule it is {rates[0]:.3g}"
 
 
-def changes_since(checkpoint: Checkpoint, curve: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def changes_since(checkpoint: Checkpoint, curve: Curve) -> list[tuple[str, Any, Any]]:
     """The fields that differ from the checkpoint's: (dotted path, before, now)."""
     return changed_fields(checkpoint.manifest.details["curve"], curve)
 
@@ -248,7 +248,7 @@ def _parents(key: str) -> Iterator[str]:
         key = key.rpartition(".")[0]
 
 
-def _off(name: str, *curves: dict[str, Any]) -> bool:
+def _off(name: str, *curves: Curve) -> bool:
     """Whether a field's section is null in one of the curves, such as fp16's in a bf16 run."""
     parents = [name.rpartition(".")[0][: len(name)]]
     while parents[-1]:

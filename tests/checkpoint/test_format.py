@@ -24,7 +24,13 @@ from benchmarks.checkpoint_plan import LLAMA_70B, zero3_states
 from headrace.base.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format import metadata as metadata_module
-from pipeline.checkpoint.format.metadata import METADATA, decode_metadata, encode_metadata, read_metadata
+from pipeline.checkpoint.format.metadata import (
+    METADATA,
+    decode_metadata,
+    encode_metadata,
+    from_torch_metadata,
+    read_metadata,
+)
 from pipeline.checkpoint.format.shard_table import (
     CheckpointMetadata,
     State,
@@ -34,7 +40,6 @@ from pipeline.checkpoint.format.shard_table import (
     table_of,
 )
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.format.torch_reader import TorchReader, to_torch_metadata
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.division import Division, divide

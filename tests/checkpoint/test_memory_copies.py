@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from headrace.base.directory import sha256_of_file
-from pipeline.checkpoint.memory import memory_copies, memory_room
-from pipeline.checkpoint.memory.memory_copies import MemoryCopies
+from pipeline.checkpoint.memory import memory_copies
+from pipeline.checkpoint.memory.memory_copies import MemoryCopies, room
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, remove_left_behind, used
-from pipeline.checkpoint.memory.memory_room import room
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.write_shards import write_shards
@@ -181,13 +180,13 @@ def test_the_limit_and_the_usage_of_every_cgroup_above_count(tmp_path: Path) -> 
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(str(current))
         (folder / "memory.stat").write_text("anon 300\ninactive_file 100\n")
-    assert list(memory_room._of_cgroups("0::/job/step\n", tmp_path)) == [500 + 100 - 100]
+    assert list(memory_copies._of_cgroups("0::/job/step\n", tmp_path)) == [500 + 100 - 100]
     old = tmp_path / "memory/job"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("2000")
     (old / "memory.usage_in_bytes").write_text("1500")
     (old / "memory.stat").write_text("total_inactive_file 300\n")
-    assert list(memory_room._of_cgroups("4:memory:/job\n", tmp_path)) == [500 + 300 - 200]
+    assert list(memory_copies._of_cgroups("4:memory:/job\n", tmp_path)) == [500 + 300 - 200]
 
 
 def test_the_folder_is_of_this_user_alone(memory: MemoryFolder) -> None:

@@ -12,12 +12,14 @@ from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes, resolve_batch, split_batch, split_padded_batch
 from pipeline.config.sections.run import Config
+from pipeline.config.topology import AXES, Topology
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}},
     "data": {"sources": [{"path": "t"}], "sequence_length": 16},
     "run": {"dir": "r", "steps": 1},
 }
+SIZES = st.integers(1, 4)
 
 
 def resolved(dp: int, **keys: Any) -> BatchSizes:
@@ -139,3 +141,24 @@ def test_accumulation_alone_is_refused_with_a_batch_that_it_divides() -> None:
         split_batch(None, None, 5, dp=3)
     total = int(refused.value.remedy.split(": ")[1].split(",")[0])
     assert split_batch(total, None, 5, dp=3) == (120, 8, 5)
+
+
+@given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
+def test_rank_and_coordinates_are_inverse(pp: int, dp: int, cp: int, tp: int) -> None:
+    topology = Topology(pp=pp, dp=dp, cp=cp, tp=tp)
+    places = [topology.coordinates(rank) for rank in range(topology.world_size)]
+    assert [topology.rank(**place) for place in places] == list(range(topology.world_size))
+
+
+@given(pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES, axis=st.sampled_from(AXES))
+def test_the_groups_of_an_axis_partition_the_ranks(pp: int, dp: int, cp: int, tp: int, axis: str) -> None:
+    topology = Topology(pp=pp, dp=dp, cp=cp, tp=tp)
+    groups = {tuple(topology.group(rank, axis)) for rank in range(topology.world_size)}
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
+
+
+def test_tensor_parallel_ranks_are_neighbors_and_stages_lie_furthest_apart() -> None:
+    topology = Topology(pp=2, dp=2, tp=2)
+    assert topology.group(0, "tp") == [0, 1]
+    assert topology.group(0, "dp") == [0, 2]
+    assert topology.group(0, "pp") == [0, 4]

@@ -19,8 +19,8 @@ from headrace.base.directory import commit, fresh_staging
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 from headrace.base.section import parse
 from pipeline.config.sections.data import DataSection
-from pipeline.data.document_slices import document_slices
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
+from pipeline.data.trained_sample import document_slices
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.fixtures.foreign_tokens.make import HERE, documents
 

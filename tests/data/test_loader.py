@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,16 @@ import torch
 from headrace.base.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection, SourceSection
+from pipeline.config.shares import Shares
 from pipeline.data.dataset import TokenDataset, choose_windows
+from pipeline.data.divided import CurrentBatch, DividedSteps
 from pipeline.data.loader import StepLoader, heldout_batches
 from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.mixture import DataMixture, open_mixture
 from tests.conftest import make_tokens
 
 T = 32
+EVEN, UNEVEN = Shares(((2,), (2,))), Shares(((3,), (1,)))
 
 
 def mixture_of(*paths: Path) -> DataMixture:
@@ -203,3 +208,18 @@ def test_padding_rows_are_the_last_sample_again_with_its_documents_and_without_t
             assert torch.equal(some(padding.documents)[row].diff(), some(last.documents)[0].diff())
             assert torch.equal(some(padding.positions)[row], some(last.positions)[0])
     assert (last.labels[0] != IGNORE).any()
+
+
+def test_new_shares_hold_from_the_next_step_on_and_in_the_next_round() -> None:
+    def load(sizes: BatchSizes, steps: tuple[int, int]) -> Any:
+        for step in range(steps[0], steps[1] + 1):
+            yield step, sizes.shares.counts
+
+    current = CurrentBatch(BatchSizes(4, 3, 1, 2, 8, (), EVEN))
+    rounds: Iterator[Any] = (each for part in ((1, 3), (7, 8)) for each in DividedSteps(load, current, steps=part))
+    found = []
+    for step, counts in rounds:
+        found.append((step, counts))
+        if step == 2:
+            current.sizes = current.sizes.with_shares(UNEVEN)
+    assert found == [(1, (2, 2)), (2, (2, 2)), (3, (3, 1)), (7, (3, 1)), (8, (3, 1))]

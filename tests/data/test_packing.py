@@ -28,12 +28,12 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
-from pipeline.data.document_slices import document_slices
 from pipeline.data.documents import find_boundaries
 from pipeline.data.loader import StepLoader
 from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.packed import PackedDataset
+from pipeline.data.trained_sample import document_slices
 from tests.conftest import make_tokens
 from tests.evaluation.heldout import small
 

@@ -25,7 +25,11 @@ from data_prep.job.status import _notes
 from data_prep.task import Counts
 from data_prep.tokenizer import train
 from headrace.base.directory import read_manifest
+from headrace.base.errors import ConfigError
+from pipeline.config.sections.data import DataSection
+from pipeline.data.mixture import open_heldout, open_mixture
 from tests.data_prep.conftest import cli, write_config
+from tests.data_prep.in_process import run_job
 from tests.html_pages import HOSTILE, assert_inert
 from tests.support import wait_until
 
@@ -189,3 +193,22 @@ def test_the_age_of_a_status_note_is_measured_by_the_clock_of_the_file_system(mi
     long_ago = time.time() - 3600
     os.utime(note, (long_ago, long_ago))
     assert re.search(r"map 0% .*silent for 3,6\d\d s", cli("status", "--config", mixed_config).stdout)
+
+
+def test_a_job_without_a_heldout_split(work: Path, texts: Path) -> None:
+    """It has one split, and training on it needs held-out data of its own."""
+    run_job(write_config(heldout_fraction=0, dedup={"exact": True}))
+    manifest = read_manifest(work / "tokens", kind="tokens")
+    assert list(manifest.details["splits"]) == ["train"]
+    assert manifest.details["splits"]["train"]["documents"] == len(list(texts.rglob("*.md")))
+    assert not (work / "tokens" / "heldout").exists()
+
+    section = DataSection(sources=[{"path": "tokens"}], sequence_length=16)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="heldout_fraction 0"):
+        open_heldout(section, open_mixture(section, seed=1))
+    run_job(
+        write_config(name="second.json", output="second", heldout_fraction=0.5, tokenizer={"path": "tokens/tokenizer"})
+    )
+    sources = [{"path": "tokens", "heldout": "second"}]
+    section = DataSection(sources=sources, sequence_length=16)  # type: ignore[arg-type]
+    assert open_heldout(section, open_mixture(section, seed=1))[0].windows

@@ -5,6 +5,9 @@ The micro-batches are synthetic. Layouts that `tests/parity` covers, with comple
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
 from pipeline.engines.deepspeed import machine
 from pipeline.engines.deepspeed.machine import check_machine
+from pipeline.engines.deepspeed.operators import remove_stale_locks
 from tests.engines.comparison import (
     EXPERTS,
     assert_within_tolerance,
@@ -26,7 +30,6 @@ BF16 = {"bf16": {"enabled": True}}
 ON_THE_CPU = {"device": "cpu"}
 # every parameter is partitioned, and buckets are filled more than once
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
-
 ON_TWO = {
     # gradients overflow at the initial scale: the layout and the reference must skip the same steps
     "stage 0, fp16": layout(0, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
@@ -38,7 +41,6 @@ ON_TWO = {
     "pp 2, stage 1, 3 times as fast on the first rank": layout(1, parallel={"pp": 2, "stage_speeds": [3, 1]}),
     "experts, stage 3": layout(3, zero=SMALL, model=EXPERTS),
 }
-
 ON_FOUR = {"stage 3, hpZ, 2 of 4": layout(3, zero={**SMALL, "zero_hpz_partition_size": 2})}
 LARGE_EXPERTS = {**EXPERTS, "moe_intermediate_size": 128}
 ALWAYS = {
@@ -51,6 +53,13 @@ ALWAYS = {
 """The others run with `make sweep-tests`."""
 
 found = differences_fixture("test_a_layout_follows_one_process", {"deepspeed": {2: ON_TWO, 4: ON_FOUR}})
+TAKE = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("taken", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.mark.integration
@@ -107,3 +116,46 @@ def test_fp16_with_zero_is_refused_on_a_machine_without_fp16() -> None:
     check_machine(ZeroSection(stage=0), fp16)
     with pytest.raises(ConfigError, match=r"fp16\.enabled"):
         check_machine(ZeroSection(stage=1), fp16)
+
+
+def take(lock: Path) -> subprocess.Popen[str]:
+    """Starts a process that holds a lock as torch does while it compiles."""
+    lock.parent.mkdir(parents=True)
+    holder = subprocess.Popen([sys.executable, "-c", TAKE, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "taken\n"
+    return holder
+
+
+@pytest.mark.integration
+def test_only_the_lock_of_a_killed_process_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stale, held = tmp_path / "py311_cpu/stale/lock", tmp_path / "held/lock"
+    killed, live = take(stale), take(held)
+    killed.kill()
+    killed.communicate()
+    try:
+        remove_stale_locks(tmp_path, old_s=0.0)
+        assert not stale.exists()
+        assert held.exists()
+    finally:
+        live.kill()
+        live.communicate()
+    assert f"removing {stale}" in capsys.readouterr().err
+
+
+def test_a_lock_that_another_host_may_hold_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "op/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setattr(os, "major", lambda _device: 0)  # as on a network file system
+    monkeypatch.setattr("pipeline.engines.deepspeed.operators.CONFIRM_S", 0.2)
+    remove_stale_locks(tmp_path, old_s=2.0)
+    output = capsys.readouterr().err
+    assert not lock.exists()
+    assert f"waiting for {lock}" in output
+    assert "delete it" in output
+
+
+def test_a_missing_build_directory_is_no_error(tmp_path: Path) -> None:
+    remove_stale_locks(tmp_path / "none")

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import TrainingError
+from pipeline.config.sections.deepspeed import Fp16Section
+from pipeline.engines.loss_scale import LossScaler
 from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
 
 
@@ -31,6 +34,7 @@ ON_TWO = {
     # gradients overflow at the initial scale: the layout and the reference must skip the same steps
     "fp16": layout(3, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
 }
+
 
 ON_FOUR = {
     "stage 1, hybrid sharding 2 x 2, clipped": {**parallel(1, hybrid_shard_size=2), "gradient_clipping": 0.1},
@@ -63,6 +67,8 @@ ALWAYS = {
     "pp 2 x tp 2, untied",
     "experts",
 }
+
+
 """The others run with `make sweep-tests`. None is a layout of `make sweep-parity`, but for two pipelines."""
 
 
@@ -87,3 +93,47 @@ def test_a_rank_keeps_its_share_of_the_weights_and_asks_for_no_other_values(
     assert found["experts"]["share"] == pytest.approx(1 / 4, rel=0.01)  # rows that 4 does not divide
     assert found["hybrid sharding 2 x 2"]["share"] == pytest.approx(1 / 2)
     assert found["pp 2 x tp 2, untied"]["share"] == pytest.approx(1 / 4, rel=0.1)  # norms are on every tp rank
+
+
+def scale(**fields: Any) -> LossScaler:
+    """A dynamic loss scaler that starts at 8."""
+    return LossScaler(Fp16Section(enabled=True, initial_scale_power=3, **fields))
+
+
+def after(scale: LossScaler, overflows: str) -> float:
+    """The scale after a sequence of steps; x is an overflow."""
+    for step, each in enumerate(overflows, start=1):
+        scale.update(step, overflow=each == "x")
+    return scale.value
+
+
+@pytest.mark.parametrize(
+    ("overflows", "value"),
+    [("..", 8.0), ("...", 16.0), ("......", 32.0), ("x", 8.0), ("xx", 4.0), ("xxx", 2.0), ("x.x", 4.0), ("xx...", 8.0)],
+)
+def test_the_scale_doubles_after_a_window_and_halves_after_its_hysteresis(overflows: str, value: float) -> None:
+    assert after(scale(loss_scale_window=3, hysteresis=2), overflows) == value
+
+
+def test_a_step_without_overflow_restores_consecutive_hysteresis() -> None:
+    assert after(scale(hysteresis=2, consecutive_hysteresis=True), "x.x.x") == 8.0
+
+
+def test_a_static_scale_never_changes() -> None:
+    fixed = LossScaler(Fp16Section(enabled=True, loss_scale=64.0, loss_scale_window=1))
+    assert after(fixed, "x.x.xx") == 64.0
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run() -> None:
+    with pytest.raises(TrainingError, match="smallest loss scale"):
+        after(scale(hysteresis=1, min_loss_scale=2.0), "xxx")
+
+
+@pytest.mark.parametrize("later", ["x..", "..x"])  # hysteresis, and the steps without overflow, of before count
+def test_a_restored_scale_continues_as_without_interruption(later: str) -> None:
+    uninterrupted, first = scale(loss_scale_window=3), scale(loss_scale_window=3)
+    after(first, "x..")
+    second = scale(loss_scale_window=3)
+    second.load_tensor(first.to_tensor())
+    assert after(uninterrupted, f"x..{later}") == after(second, later)
+    assert (uninterrupted.to_tensor() == second.to_tensor()).all()

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from transformers import GPTJConfig, LlamaConfig
 
 from headrace.base.errors import ConfigError
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.flash_attention import check_flash_attention, unfit
+from pipeline.models.sdpa_order import ordered_sdpa, sdpa_order
+from tests.conftest import ROOT
 from tests.engines.layout_worker import resolved
+from tests.support import output_of
 
 VERSIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+SETS = """
+import pipeline.plan.fake_gpu.device, torch
+from pipeline.models.sdpa_order import ordered_sdpa
+before = torch._C._get_sdp_priority_order()
+with ordered_sdpa(torch.device("cuda", 0)) as line:
+    print(line)
+    print(torch._C._get_sdp_priority_order()[:4])
+assert torch._C._get_sdp_priority_order() == before
+"""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -34,6 +50,8 @@ def test_a_gpu_without_kernels_of_a_version_is_named_with_what_it_needs() -> Non
 
 
 GPUS = ((7, 5), (8, 0), (9, 0), (10, 0))
+
+
 """T4, A100, H100 and H200, B200."""
 
 
@@ -68,3 +86,27 @@ def test_our_own_attention_is_called_as_the_config_calls_it() -> None:
     build_meta(
         GPTJConfig(n_embd=32, n_layer=1, n_head=2, rotary_dim=8), dtype=torch.float32, attn_implementation="eager"
     )
+
+
+def test_cudnn_is_first_from_hopper_on_and_flash_attention_before() -> None:
+    assert sdpa_order((9, 0))[0] is sdpa_order((10, 0))[0] is SDPBackend.CUDNN_ATTENTION
+    assert sdpa_order((8, 0))[0] is SDPBackend.FLASH_ATTENTION
+    assert {len(set(sdpa_order(each))) for each in ((8, 0), (9, 0))} == {4}
+
+
+def test_a_cpu_has_no_order() -> None:
+    before = torch._C._get_sdp_priority_order()
+    with ordered_sdpa(torch.device("cpu")) as line:
+        assert line is None
+        assert torch._C._get_sdp_priority_order() == before
+
+
+@pytest.mark.integration
+def test_the_order_is_set_within_and_named_for_people() -> None:
+    said = output_of(
+        subprocess.run([sys.executable, "-c", SETS], capture_output=True, text=True, check=False, cwd=ROOT)
+    )
+    line, order = said.strip().splitlines()
+    assert "cuDNN, FlashAttention, memory-efficient, math" in line
+    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    assert order == str([int(getattr(SDPBackend, name).value) for name in names])

@@ -28,7 +28,7 @@ from pipeline.models.construction.stored_values import FromSafetensors, left_out
 from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.weight_files import INDEX, SINGLE
-from pipeline.models.gguf.read_weights import Weights
+from pipeline.models.gguf.write import Weights
 from pipeline.models.hf_config import read_hf_config
 from tests import warm
 from tests.support import output_of

@@ -22,8 +22,7 @@ from pipeline.plan.search.command_search import search_command
 from pipeline.plan.search.layouts import layouts
 from pipeline.plan.search.search import Search, allowed, search
 from pipeline.plan.search.search_page import Table, page
-from pipeline.plan.search.verify import Verified
-from pipeline.plan.search.winner import winner_of, write_config
+from pipeline.plan.search.verify import Verified, winner_of, write_config
 from pipeline.runtime.machines.known import load_machine
 from tests import warm
 from tests.conftest import ROOT, tiny_config

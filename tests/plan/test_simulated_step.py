@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from benchmarks.planner import NATURAL
 from pipeline.plan.predict.closed_form_step import CLOSED
 from pipeline.plan.predict.communication import Transfer
-from pipeline.plan.predict.gathered_units import units_of
 from pipeline.plan.predict.links import Link, LinkTopology
+from pipeline.plan.predict.overlap import LayerCosts, overlapped
 from pipeline.plan.predict.plan import run_rates, typical_time
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.predict.rank_time import rank_time
 from pipeline.plan.predict.rates import HIGH, LOW, TYPICAL, Rates
-from pipeline.plan.predict.simulated_step import SIMULATED, layer_costs, pipeline_timeline
+from pipeline.plan.predict.simulated_step import SIMULATED, layer_costs, pipeline_timeline, units_of
 from pipeline.plan.predict.step_time import step_time, works_of
 from pipeline.runtime.machines.known import load_machine
 
@@ -27,7 +28,6 @@ LARGE, TOY = 0.09, 0.40
 """Largest difference of the simulated step from the closed forms, relative: 8.0 % of the shipped models (Qwen3-30B-A3B
 on 64 ranks, whose rings over 8 nodes have more latency than the closed forms' trees), 38 % of the toys (fsdp.json: most
 of its weights are embedding and head, which are gathered and reduced beside few layers)."""
-
 TOYS = {f"{name}.json" for name in ("zero1", "zero2", "zero3", "fsdp", "offload", "tp", "pp", "3d", "fsdp_3d")}
 
 
@@ -91,6 +91,8 @@ def mixed(low: Rates, high: Rates, shares: list[float]) -> Rates:
 
 
 SHARES = st.lists(st.floats(0, 1), min_size=16, max_size=16)
+
+
 MONOTONE = ["fsdp.json", "zero3.json", "fsdp_3d.json", "pp.json", "llama_8b_8gpu.json", "qwen3_moe_30b.json"]
 
 
@@ -125,3 +127,49 @@ def test_layers_carry_all_of_a_rank_s_parameters_and_communication(name: str) ->
         costs = layer_costs(units, gather_s=3.0, reduce_s=2.0, regather=True)
         assert sum(each.gather_s for each in costs) + sum(each.gather_s for each in costs[:-1]) == pytest.approx(3.0)
         assert sum(each.reduce_s for each in costs) == pytest.approx(2.0)
+
+
+def test_without_prefetch_every_gather_is_exposed() -> None:
+    layers = [LayerCosts(2.0, 4.0, 1.0, 0.0)] * 3
+    found = overlapped(layers, prefetch=0)
+    # three gathers forward and two backward: the last layer's weights stay
+    assert found.exposed_s == pytest.approx(5.0)
+    assert found.communication_s == pytest.approx(5.0)
+    assert found.compute_s == pytest.approx(18.0)
+
+
+def test_with_prefetch_only_the_first_gather_and_the_last_reduction_are_exposed() -> None:
+    layers = [LayerCosts(2.0, 4.0, 1.0, 1.5)] * 3
+    found = overlapped(layers, prefetch=1)
+    assert found.exposed_s == pytest.approx(1.0 + 1.5)
+    assert overlapped(layers, prefetch=2).exposed_s == pytest.approx(2.5)
+
+
+def test_a_network_that_is_slower_than_compute_sets_the_pace() -> None:
+    # gathers of 3 s behind passes of 1 s; the first layer's gather comes before its computation, and so on
+    layers = [LayerCosts(1.0, 1.0, 3.0, 0.0)] * 4
+    found = overlapped(layers, prefetch=1, regather=False)
+    # 4 x 3 s, then forward of the last layer and four backward passes
+    assert found.seconds == pytest.approx(12 + 1 + 4)
+
+
+def test_reductions_share_the_network_with_gathers() -> None:
+    # backward: layer 1 computes 0-2 after its forward pass, its reduction of 4 s is under way while layer 0 is gathered
+    layers = [LayerCosts(1.0, 2.0, 1.0, 4.0), LayerCosts(1.0, 2.0, 1.0, 4.0)]
+    found = overlapped(layers, prefetch=1)
+    # gathers 0-1, 1-2; forward 1-2, 2-3; backward of layer 1 3-5, gather of layer 0 3-4, backward of layer 0 5-7;
+    # reductions 5-9 and 9-13
+    assert found.seconds == pytest.approx(13.0)
+    assert found.exposed_s == pytest.approx(13.0 - 6.0)
+
+
+def test_what_holds_of_any_layers() -> None:
+    draw = random.Random(7)
+    for _ in range(200):
+        layers = [LayerCosts(*(draw.random() for _ in range(4))) for _ in range(draw.randrange(1, 9))]
+        times = [overlapped(layers, prefetch=k) for k in (0, 1, 2, 9)]
+        for found in times:
+            assert found.seconds >= max(found.compute_s, found.communication_s) - 1e-9
+            assert found.seconds <= found.compute_s + found.communication_s + 1e-9
+        assert times[0].seconds >= times[1].seconds - 1e-9
+        assert overlapped(layers, prefetch=1, regather=False).communication_s <= times[1].communication_s

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST, Manifest, kind_of, read_manifest, write_json, write_text
 from headrace.base.errors import DataError
 from headrace.base.foreign_json import read_json
+from headrace.base.paths import DIRECTORY, LOCAL, OUTPUT
 from headrace.base.remote_directory import cache_root
 from pipeline.models.card import croissant, sbom, training_summary
 from pipeline.models.card.card import NAME, model_card, run_card, weight_files
@@ -32,9 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _TEXT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     text = "a tokens directory, a run, one of its checkpoints, or a model that headrace wrote"
-    parser.add_argument("directory", metavar="RUN|FOLDER", help=text)
-    parser.add_argument("out", metavar="OUT", nargs="?", help="folder to write them into (default: RUN|FOLDER)")
-    parser.add_argument("--facts", metavar="FILE", help="JSON or YAML file of facts: headrace schema card")
+    parser.add_argument("directory", metavar="RUN|FOLDER", type=DIRECTORY, help=text)
+    parser.add_argument(
+        "out", metavar="OUT", type=OUTPUT, nargs="?", help="folder to write them into (default: RUN|FOLDER)"
+    )
+    parser.add_argument("--facts", metavar="FILE", type=LOCAL, help="JSON or YAML file of facts: headrace schema card")
     parser.add_argument("--replace", action="store_true", help="replace papers that exist")
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from headrace.base.errors import DataError
+from headrace.base.paths import OUTPUT, RUN
 from headrace.base.remote_directory import fetch
 from headrace.base.storage import StorageError
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
@@ -33,22 +34,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|export|torch")
     text = "the checkpoints of a run, or the tensors of one checkpoint"
     listing = verbs.add_parser("ls", help=text, description=f"Lists {text}.")
-    listing.add_argument("path", metavar="RUN|CHECKPOINT", help="a run directory, or one of its checkpoints")
+    listing.add_argument("path", metavar="RUN|CHECKPOINT", type=RUN, help="a run directory, or one of its checkpoints")
     listing.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     text = "read every byte and compare it with the checksums and the manifest"
     verify = verbs.add_parser(
         "verify", help=text, description=f"{text.capitalize()}; exit code 1 when a checkpoint is damaged."
     )
     verify.add_argument(
-        "path", metavar="RUN|CHECKPOINT", help="a run directory (its newest checkpoint is read), or one checkpoint"
+        "path",
+        metavar="RUN|CHECKPOINT",
+        type=RUN,
+        help="a run directory (its newest checkpoint is read), or one checkpoint",
     )
     verify.add_argument("--all", action="store_true", help="read all checkpoints of the run")
     export = verbs.add_parser("export", help="write the model as a Hugging Face folder: as headrace export")
     command_export.add_arguments(export)
     text = "write all tensors, optimizer states too, as one file of torch.save, as torch's dcp_to_torch_save does"
     plain = verbs.add_parser("torch", help=text, description=f"{text.capitalize()}.")
-    plain.add_argument("path", metavar="RUN|CHECKPOINT", help="a run directory, or one of its checkpoints")
-    plain.add_argument("out", metavar="OUT.pt", help="the file to write; the whole state is held in memory once")
+    plain.add_argument("path", metavar="RUN|CHECKPOINT", type=RUN, help="a run directory, or one of its checkpoints")
+    plain.add_argument(
+        "out", metavar="OUT.pt", type=OUTPUT, help="the file to write; the whole state is held in memory once"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

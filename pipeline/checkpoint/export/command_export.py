@@ -7,14 +7,15 @@ from pathlib import Path
 
 from headrace.base.directory import commit, parent_entry, staged
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import FOLDER, LOCAL, OUTPUT, RUN
 from pipeline.models.card.facts import load_facts
 from pipeline.models.split_names import Conversion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of an export."""
-    parser.add_argument("run", metavar="RUN", help="a run directory, or one of its checkpoints")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("run", metavar="RUN", type=RUN, help="a run directory, or one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", type=OUTPUT, help="the folder to write")
     text = (
         "huggingface (the default): the model; dcp: a checkpoint of torch.distributed.checkpoint with optimizer state;"
         " universal: a universal checkpoint of DeepSpeed; megatron: a distributed checkpoint of Megatron-core"
@@ -23,9 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("huggingface", "dcp", "universal", "megatron"), default="huggingface", help=text
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="dtype of the written weights (default: as trained)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer folder (default: that of the run's dataset)")
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", type=FOLDER, help="tokenizer folder (default: that of the run's dataset)"
+    )
     text = "JSON or YAML file of facts (license, provider, ...): headrace schema card"
-    parser.add_argument("--facts", metavar="FILE", help=text)
+    parser.add_argument("--facts", metavar="FILE", type=LOCAL, help=text)
     parser.add_argument("--replace", action="store_true", help="replace OUT when it exists")
 
 

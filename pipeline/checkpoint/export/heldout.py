@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.checkpoint.checkpoint import Checkpoint
-from pipeline.runtime.metrics.journal import NAME, read_rows
+from pipeline.runtime.metrics.journal import NAME, newest_figures, read_rows
 from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
-from pipeline.runtime.metrics.task_figures import newest_figures
 
 
 def heldout_figures(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from headrace.base.errors import CheckpointError
 from headrace.base.foreign_folders import file_beside
-from pipeline.checkpoint.format.metadata import TORCH_METADATA, storage_errors
+from pipeline.checkpoint.format.metadata import TORCH_METADATA, from_torch_metadata, storage_errors
 from pipeline.checkpoint.format.pickled_metadata import read_pickled
 from pipeline.checkpoint.format.shard_table import StoredTensor
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.format.torch_metadata import from_torch_metadata
 from pipeline.checkpoint.importing import torchtitan
 from pipeline.checkpoint.importing.source import (
     STATES,

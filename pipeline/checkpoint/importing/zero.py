@@ -47,7 +47,7 @@ Pieces = dict[str, dict[str, list[Tensor]]]
 
 
 @dataclass(frozen=True)
-class Found:
+class ZeroFiles:
     """Contents of the files of all ranks.
 
     Attributes:
@@ -202,7 +202,7 @@ def _refuse_others(tag: Path, head: Mapping[str, Any], state: Mapping[str, Any],
         )
 
 
-def _stage12(opened: list[Any]) -> Found:
+def _stage12(opened: list[Any]) -> ZeroFiles:
     pieces: Pieces = {}
     counters: list[Any] = []
     for state in opened:
@@ -216,10 +216,10 @@ def _stage12(opened: list[Any]) -> Found:
                 for name, part in mapping.items():
                     piece = flat.reshape(-1).narrow(0, part.start, part.numel)
                     pieces.setdefault(kind, {}).setdefault(hugging_face_name(name), []).append(piece)
-    return Found(pieces, counters, list(opened[0]["base_optimizer_state"]["param_groups"]))
+    return ZeroFiles(pieces, counters, list(opened[0]["base_optimizer_state"]["param_groups"]))
 
 
-def _stage3(shapes: list[Mapping[str, Any]], opened: list[Any]) -> Found:
+def _stage3(shapes: list[Mapping[str, Any]], opened: list[Any]) -> ZeroFiles:
     pieces: Pieces = {}
     counters: list[Any] = []
     for rank, state in enumerate(opened):
@@ -231,7 +231,7 @@ def _stage3(shapes: list[Mapping[str, Any]], opened: list[Any]) -> Found:
                 for name, start, length in _parts(group, rank=rank, world=len(opened)):
                     piece = flat.reshape(-1).narrow(0, start, length)
                     pieces.setdefault(kind, {}).setdefault(hugging_face_name(name), []).append(piece)
-    return Found(pieces, counters, list(opened[0]["optimizer_state_dict"]["param_groups"]))
+    return ZeroFiles(pieces, counters, list(opened[0]["optimizer_state_dict"]["param_groups"]))
 
 
 def _parts(group: Mapping[str, Any], *, rank: int, world: int) -> Iterator[tuple[str, int, int]]:

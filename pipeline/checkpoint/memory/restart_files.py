@@ -27,7 +27,7 @@ _HASH_THREADS = 4
 
 
 @dataclass(frozen=True)
-class _Found:
+class _VerifiedCopies:
     """The verified copies of one checkpoint.
 
     Attributes:
@@ -71,7 +71,7 @@ class RestartFiles:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         nodes = _gathered(memory.identity()) if memory is not None else [None]
         self._here = [rank for rank, node in enumerate(nodes) if node == nodes[self._rank if memory else 0]]
-        self._found: dict[Path, _Found] = {}
+        self._found: dict[Path, _VerifiedCopies] = {}
 
     @property
     def ranks_here(self) -> int:
@@ -111,7 +111,7 @@ class RestartFiles:
         holders = _gathered(own)
         here = frozenset(name for rank in self._here for name in holders[rank])
         elsewhere = {name: rank for rank, names in enumerate(holders) for name in names if name not in here}
-        self._found[path] = _Found(here, elsewhere, own)
+        self._found[path] = _VerifiedCopies(here, elsewhere, own)
         return here | elsewhere.keys()
 
     def chosen(self, step: int | None) -> None:
@@ -129,7 +129,7 @@ class RestartFiles:
             path: directory of the checkpoint.
             files: file name -> its entry in the manifest.
         """
-        found = self._found.get(path, _Found())
+        found = self._found.get(path, _VerifiedCopies())
         copies: dict[str, ShardSource] = {}
         with ExitStack() as stack:
             if self._memory is not None:
@@ -151,7 +151,7 @@ class RestartFiles:
         self._warnings.append(line)
         self._say(f"warning: {line}")
 
-    def _elsewhere(self, stack: ExitStack, found: _Found, folder: Path) -> dict[str, ShardSource]:
+    def _elsewhere(self, stack: ExitStack, found: _VerifiedCopies, folder: Path) -> dict[str, ShardSource]:
         """Serves this rank's verified copies, and connects to other nodes' copies when they are first read."""
         own: MemoryServerAddress | None = None
         try:

@@ -10,26 +10,29 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from zlib import crc32
 
-from headrace.base.cli import guarded
+from headrace.base.cli import add_config_arguments, guarded
 from headrace.base.command_line import Parser
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.paths import LOCAL
+from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import DEAD_S, StateFiles
 from pipeline.cluster.elastic.leader import Terms
 from pipeline.cluster.elastic.local_ranks import Command
-from pipeline.cluster.elastic.memory import kept_while_here
 from pipeline.cluster.elastic.questions import Questions
-from pipeline.cluster.elastic.ranks_config import ranks_config
 from pipeline.cluster.elastic.slurm_requeue import SlurmJob
 from pipeline.cluster.elastic.warm_ranks import WarmRanks
 from pipeline.cluster.node_checks.before_start import addresses_of
+from pipeline.config.load import load_config
 from pipeline.config.sections.node_checks import NodeChecksSection
+from pipeline.config.sections.run import Config, RunSection
 
 _OWN = ("node", "guest", "stopped", "module", "arguments")
 """Arguments that are not handed to the agent of another job."""
@@ -100,6 +103,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--directory",
         required=True,
         metavar="DIR",
+        type=LOCAL,
         help="directory for the agents' files: shared by all hosts, new for every job",
     )
     add("--tasks", type=int, default=1, metavar="N", help="ranks of each host: its GPUs; default: %(default)s")
@@ -124,7 +128,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="check the hosts before the first start, and leave bad ones out",
     )
-    add("--output", metavar="FILE", help="log of rank 0 and of the agents; default: this terminal")
+    add("--output", metavar="FILE", type=LOCAL, help="log of rank 0 and of the agents; default: this terminal")
     add("--no-warm-ranks", action="store_true", help="keep no processes for the next start with their imports done")
     add("--wanted", type=int, metavar="N", help="hosts that the run should have; default: all in --nodes")
     add("--guest", metavar="ADDRESS", help="take part as one more host; the others reach it at this address")
@@ -133,7 +137,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     slurm.add_argument("--batch-host", metavar="NAME", help="host that runs the job's batch script")
     slurm.add_argument("--stopped", action="store_true", help="the job was asked to stop before the agent began")
     slurm.add_argument(
-        "--join-script", metavar="FILE", help="batch script to submit for a host that replaces a lost one"
+        "--join-script",
+        metavar="FILE",
+        type=LOCAL,
+        help="batch script to submit for a host that replaces a lost one",
     )
     add("module", choices=("pipeline.train", "pipeline.distill"), help="module that the ranks run")
     add("arguments", nargs=argparse.REMAINDER, help="--config FILE [--set KEY=VALUE ...]")
@@ -177,3 +184,42 @@ def _write(output: Path | None, text: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(guarded(partial(main, None)))
+
+
+def ranks_config(arguments: Sequence[str]) -> Config | None:
+    """The config that the arguments of the ranks name; None where it is refused, which the ranks report.
+
+    Args:
+        arguments: --config and --set.
+    """
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_config_arguments(parser)
+    with suppress(HeadraceError, OSError, argparse.ArgumentError, SystemExit):
+        given, _ = parser.parse_known_args(list(arguments))
+        return load_config(given.config, given.overrides)
+    return None
+
+
+@contextmanager
+def kept_while_here(section: RunSection | None) -> Iterator[None]:
+    """Keeps the copies for the starts of this job; removes them when the agent leaves it. No torch.
+
+    An agent that is killed leaves them: the next one on this node, or the next start of the run, uses or removes them.
+
+    Args:
+        section: `run` of the ranks' config; None where that is refused.
+    """
+    memory = _folder(section)
+    with ExitStack() as stack:
+        if memory is not None:
+            stack.callback(remove, memory)
+            with suppress(OSError):  # the ranks report it
+                stack.enter_context(used(memory))
+        yield
+
+
+def _folder(section: RunSection | None) -> MemoryFolder | None:
+    """The run's folder; None where the config names none, or is refused."""
+    if section is None or section.in_memory_checkpoints is None:
+        return None
+    return MemoryFolder.of(section.in_memory_checkpoints, section.local_dir)

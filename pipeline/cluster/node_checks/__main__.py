@@ -20,12 +20,12 @@ from headrace.base.cli import guarded, leave
 from headrace.base.command_line import Parser
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError
+from headrace.base.paths import LOCAL
 from pipeline.cluster.node_checks.before_start import addresses_of
-from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict, decide
+from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict, decide, partners_of
 from pipeline.cluster.node_checks.host import check_host
 from pipeline.cluster.node_checks.links import LinkServer, measure_link, measure_links
 from pipeline.cluster.node_checks.records import NodeRecord, read_records, write_record
-from pipeline.cluster.node_checks.tournament import partners_of
 from pipeline.config.load import load_config
 from pipeline.config.sections.node_checks import NodeChecksSection
 
@@ -143,16 +143,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", required=True, metavar="NAME=ADDRESS,...|@FILE", help="all nodes, in the same order on each")
     name = socket.gethostname().partition(".")[0]
     add("--node", default=name, metavar="NAME", help="this node; default: %(default)s")
-    add("--directory", required=True, type=Path, metavar="DIR", help="directory for the records, shared by all nodes")
+    add(
+        "--directory",
+        required=True,
+        type=LOCAL.as_path(),
+        metavar="DIR",
+        help="directory for the records, shared by all nodes",
+    )
     add("--attempt", default="1", metavar="TEXT", help="name of this use of DIR, new for each; default: 1")
     add(
         "--run-dir",
-        type=Path,
+        type=LOCAL.as_path(),
         metavar="DIR",
         help="run directory whose file system is checked; default: the config's, or --directory",
     )
     add("--devices", type=int, metavar="N", help="accelerators that each node has to have; default: any number")
-    add("--config", metavar="FILE", help="the run's config, for launch.node_checks; default: its defaults")
+    add("--config", metavar="FILE", type=LOCAL, help="the run's config, for launch.node_checks; default: its defaults")
     add("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one field of it")
     return parser.parse_args(argv)
 

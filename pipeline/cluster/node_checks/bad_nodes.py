@@ -22,6 +22,7 @@ from headrace.base.command_line import Parser
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import lock_file
+from headrace.base.paths import RUN
 
 NAME = "bad-nodes.json"
 
@@ -105,7 +106,7 @@ def _changing(run_dir: Path) -> Iterator[dict[str, BadNode]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the list of a run, or changes it."""
     parser = Parser(prog="python -m pipeline.cluster.node_checks.bad_nodes", description=__doc__)
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
+    parser.add_argument("run_dir", metavar="RUN", type=RUN.as_path(), help="the run's directory")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--leave-out", metavar="NODE", help="leave a node out")
     group.add_argument("--forgive", metavar="NODE", help="take a node back")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.directory import existing_parent, free_bytes
-from headrace.base.meminfo import available_memory
+from headrace.base.memory_size import available_memory
 from pipeline.cluster.node_checks.nvidia import (
     GPU_QUERY,
     ROWS_QUERY,

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import LOCAL, RUN
 from pipeline.cluster.status.find import found_runs, jobs_with_runs, not_begun, run_dir_of, submitted_logs, waiting_jobs
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
@@ -31,9 +32,9 @@ _WIDTH = 160
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `python -m pipeline status`."""
     text = "a run's directory, or its config file (default: the runs below the working directory)"
-    parser.add_argument("run", metavar="RUN", nargs="?", help=text)
+    parser.add_argument("run", metavar="RUN", type=RUN, nargs="?", help=text)
     parser.add_argument(
-        "--config", metavar="FILE", help="the run's config file, in place of RUN, as job scripts have it"
+        "--config", metavar="FILE", type=LOCAL, help="the run's config file, in place of RUN, as job scripts have it"
     )
     parser.add_argument(
         "--set",

@@ -22,14 +22,14 @@ from pipeline.cluster.status.agents import FOLDER as AGENTS
 from pipeline.cluster.status.agents import Agents, read_agents
 from pipeline.cluster.status.find import not_begun
 from pipeline.cluster.status.slurm import QueuedJob, find_jobs
-from pipeline.cluster.status.time_left import seconds_left
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.goodput.account import Goodput, goodput_of, submission_time
 from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
-from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
+from pipeline.runtime.goodput.metrics import Metrics, MetricsReader, seconds_left
 from pipeline.runtime.launch.run_lock import is_training
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import seconds_of
 
 SLURM_STARTS = ".agents/starts"
@@ -98,10 +98,10 @@ class RunStatus:
     attempts: tuple[RecordedAttempt, ...]
     agents: Agents | None
     jobs: tuple[QueuedJob, ...]
-    faults: tuple[dict[str, Any], ...]
+    faults: tuple[JournalRow, ...]
     damaged_lines: int
-    exchange: dict[str, Any] | None = None
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    exchange: JournalRow | None = None
+    tasks: dict[str, JournalRow] = field(default_factory=dict)
     uploads: Uploading | None = None
 
     @property

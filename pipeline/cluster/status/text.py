@@ -12,6 +12,7 @@ from pipeline.cluster.status.slurm import QueuedJob
 from pipeline.config.shares import shown
 from pipeline.runtime.goodput.attempts import RecordedAttempt, fault_line
 from pipeline.runtime.goodput.text import goodput_text
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import clock
 
 _SHOWN = 5
@@ -182,7 +183,7 @@ def _attempts(attempts: Sequence[RecordedAttempt]) -> Iterator[str]:
         yield line(f"attempt {attempt.number}", f"from step {attempt.step:,}, ended{reached}: {attempt.reason}")
 
 
-def _fault(fault: dict[str, Any]) -> str:
+def _fault(fault: JournalRow) -> str:
     if fault.get("event") == "fault":
         return fault_line(fault)
     if fault.get("lost"):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,7 +30,7 @@ from pipeline.compress.pruning.search import Shape
 from pipeline.compress.pruning.selection import Kept
 from pipeline.models.folder.beside_weights import copy_generation
 from pipeline.models.folder.model_folder import CONFIG
-from pipeline.models.folder.weight_files import INDEX, SINGLE
+from pipeline.models.folder.weight_files import INDEX, SINGLE, HfFields
 from pipeline.models.layers import of_kept_layers
 
 _EMBEDDING, _LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -164,7 +163,7 @@ def write_config(plan: PruningPlan, shape: Shape, folder: Path) -> None:
     save_file({}, folder / SINGLE)
 
 
-def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> dict[str, Any]:
+def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> HfFields:
     """config.json of the result, with the decoder layers of these numbers: int64 [L']."""
     config, sizes, keys = copy.deepcopy(plan.source.config), plan.anatomy.sizes, plan.anatomy.keys
     config |= {keys[axis]: shape[axis] for axis in shape if axis != FFN or FFN in sizes}
@@ -183,14 +182,14 @@ def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> dict[str, Any]
     return config | _of_layers(plan, layers)
 
 
-def _of_heads(plan: PruningPlan, shape: Shape) -> dict[str, Any]:
+def _of_heads(plan: PruningPlan, shape: Shape) -> HfFields:
     if plan.anatomy.architecture.heads_of_hidden:
         return {}
     groups, heads = plan.anatomy.sizes[GROUPS], int(plan.source.config["num_attention_heads"])
     return {"head_dim": plan.anatomy.head_size, "num_attention_heads": heads // groups * shape[GROUPS]}
 
 
-def _of_layers(plan: PruningPlan, layers: Tensor) -> dict[str, Any]:
+def _of_layers(plan: PruningPlan, layers: Tensor) -> HfFields:
     """Fields that describe single layers, for the kept ones, including those transformers derives by number."""
     total = plan.anatomy.sizes[LAYERS]
     if len(layers) == total:

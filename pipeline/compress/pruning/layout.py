@@ -7,8 +7,8 @@ that has no state.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError
 from headrace.base.remote_output import local_output
 from headrace.base.section import parse
@@ -85,7 +85,7 @@ def _training_config(config: PruneConfig, source: ModelFolder, architecture: Arc
     how, data = config.importance, config.data
     groups = world_size // (how.pp * how.cp * how.tp)
     # a schedule of as many micro-batches as there are stages is asked for; evaluations need none
-    raw: dict[str, Any] = {
+    raw: ConfigTree = {
         "engine": how.engine,
         "model": {"path": str(source.path), "attn_implementation": "eager" if architecture.soft_cap else "sdpa"},
         "data": {"sources": [{"path": data.path}], "sequence_length": data.sequence_length},

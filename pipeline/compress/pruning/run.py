@@ -6,26 +6,29 @@ With several processes all of them gather (`gathering`); then only rank 0 contin
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
-from headrace.base.directory import Manifest, parent_entry, staged
+from headrace.base.directory import Details, Manifest, Parents, parent_entry, staged
 from headrace.base.remote_output import published, upload_left
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import Importance, find_importance
-from pipeline.compress.pruning.report import details, step_numbers, table, unseen_line
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.selection import select, unseen_experts
 from pipeline.compress.pruning.stored_sums import remove_sums
 from pipeline.evaluation.consumers.gate import GateSample, run_pruned_gate
 from pipeline.evaluation.consumers.original import scored_original
 from pipeline.evaluation.consumers.table import consumer_table
+from pipeline.evaluation.heldout.before_after import add_measured, changes, measured, scored_data, table_of
 from pipeline.evaluation.heldout.measure import measure
 from pipeline.models.card.card import commit_with_card
 from pipeline.models.card.facts import recorded_facts
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import lineage_of, with_step
+from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.tokenizer_files import copy_tokenizer
 from pipeline.runtime.launch.environment import Launch
 
@@ -57,14 +60,14 @@ def prune(plan: PruningPlan, launch: Launch) -> Manifest | None:
     return manifest
 
 
-def _parents(plan: PruningPlan) -> dict[str, Any]:
+def _parents(plan: PruningPlan) -> Parents:
     return {
         "model": parent_entry(plan.source.origin, plan.source.fingerprint()),
         "data": parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint),
     }
 
 
-def _cut(found: Importance, parents: dict[str, Any]) -> Manifest:
+def _cut(found: Importance, parents: Parents) -> Manifest:
     console = Console(stderr=True)
     plan, sums = found.plan, found.sums
     assert plan.shape is not None
@@ -102,3 +105,64 @@ def _cut(found: Importance, parents: dict[str, Any]) -> Manifest:
     Console(file=sys.stdout).print(table(manifest))
     Console(file=sys.stdout).print(consumer_table(recorded["consumers"], title="beside the original; no bound"))
     return manifest
+
+
+def details(plan: PruningPlan, shape: Mapping[str, int], folder: Path, *, before: Details, after: Details) -> Details:
+    """Details for the manifest: sizes, parameters, and held-out metrics before and after.
+
+    Args:
+        plan: plan of the pruning.
+        shape: axis -> size of the result.
+        folder: folder of the result.
+        before: metrics of the original, by `measure`.
+        after: metrics of the result, by `measure`.
+    """
+    result = ModelFolder.open(folder)
+    pruning = {
+        "shape": {axis: [size, shape[axis]] for axis, size in plan.anatomy.sizes.items()},
+        "metric": plan.config.importance.metric,
+        "depth": plan.config.importance.depth,
+        "calibration_tokens": plan.config.calibration.samples * plan.config.data.sequence_length,
+    }
+    return {
+        "parameters": result.parameters,
+        "weight_bytes": result.weight_bytes,
+        "pruning": {**pruning, "parameters_before": plan.source.parameters},
+        "before": measured(before),
+        "after": measured(after),
+        "data": scored_data(before),
+    }
+
+
+def step_numbers(recorded: Details) -> Details:
+    """A pruning's numbers for the lineage: sizes before and after, importance, bytes and loss before and after."""
+    pruning = recorded["pruning"]
+    found: Details = {
+        "parameters_before": pruning["parameters_before"],
+        "parameters_after": recorded["parameters"],
+    }
+    found |= {axis: f"{old:,} -> {new:,}" for axis, (old, new) in pruning["shape"].items() if old != new}
+    found |= {key: pruning[key] for key in ("metric", "depth", "calibration_tokens")}
+    found |= changes(recorded)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def unseen_line(unseen: Sequence[tuple[int, int]], *, shown: int = 8) -> str:
+    """A warning about each (layer, expert) that got no calibration token and loses channels."""
+    places = ", ".join(f"expert {expert} of layer {layer}" for layer, expert in unseen[:shown])
+    more = f" and {len(unseen) - shown} more" if len(unseen) > shown else ""
+    why = f"warning: {places}{more} got no token of the calibration: which of their channels go is arbitrary"
+    return f"{why}\n  try: a larger calibration.samples, or a smaller num_experts"
+
+
+def table(manifest: Manifest) -> Table:
+    """A table with the columns before and after, from the manifest alone."""
+    recorded = manifest.details
+    pruning = recorded["pruning"]
+    shown = table_of(manifest, after=recorded["after"]["dtype"])
+    share = recorded["parameters"] / pruning["parameters_before"]
+    shown.add_row("parameters", f"{pruning['parameters_before']:,}", f"{recorded['parameters']:,} ({share:.1%})")
+    for axis, (old, new) in pruning["shape"].items():
+        shown.add_row(axis, f"{old:,}", f"{new:,}")
+    add_measured(shown, recorded)
+    return shown

@@ -8,9 +8,9 @@ behind a layer) the names below would not be all of its readers, so they are not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.base.errors import ConfigError
+from pipeline.models.folder.weight_files import HfFields
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ FAMILIES = {
 """`model_type` of config.json -> family."""
 
 
-def family_of(config: dict[str, Any], *, key: str, value: object) -> Family:
+def family_of(config: HfFields, *, key: str, value: object) -> Family:
     """The family of a model.
 
     Args:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from pipeline.compress.quantization.budget import UNCHANGED, scheme_of
+from headrace.base.directory import Details
+from pipeline.compress.quantization.budget import UNCHANGED, Budget, scheme_of
 from pipeline.compress.quantization.calibration_rules import open_split
-from pipeline.compress.quantization.choice import choose
 from pipeline.compress.quantization.rules import QuantizationPlan, layer_scheme
 from pipeline.compress.quantization.sensitivity import measure_units
 from pipeline.data.dataset import choose_windows
 from pipeline.models.folder.loading import load_model
 
 Show = Callable[[int, int], None]
+Measured = Mapping[str, Mapping[str, float]]
+"""Unit -> choice -> mean KL divergence to the original in nats when only this unit is changed."""
+_BUCKETS = 8192
 
 
-def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dict[str, Any]]:
+def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, Details]:
     """Measures the units and chooses their schemes.
 
     Args:
@@ -46,7 +50,7 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, dic
     return _applied(plan, chosen), known
 
 
-def sensitivity_rows(known: dict[str, Any]) -> list[dict[str, Any]]:
+def sensitivity_rows(known: Details) -> list[Details]:
     """KL divergence of each unit in its worst choice, for the report page; with bytes if that was chosen.
 
     Args:
@@ -83,3 +87,64 @@ def _batches(plan: QuantizationPlan) -> tuple[torch.Tensor, ...]:
     windows = choose_windows(dataset.windows, min(config.budget.samples, dataset.windows))
     rows = torch.from_numpy(dataset.read(windows)[:, :-1]).long()
     return tuple(rows.split(config.data.batch_size))
+
+
+def choose(budget: Budget, measured: Measured) -> dict[str, str]:
+    """Chooses for every unit, within the budget; returns unit -> choice.
+
+    The choice has the smallest sum of the KL divergences that were measured for one unit at a time: a knapsack with one
+    choice for each unit, solved by dynamic programming over the bytes above the smallest size. Bytes are counted in
+    buckets, rounded up, so that the budget holds; single upgrades that still fit fill what rounding left. Where a
+    greedy choice (the most KL saved per byte, step by step) is better, it is taken: with very many units rounding costs
+    more than greed. The KL of several changes together is not exactly their sum; the result is scored as a whole.
+
+    Args:
+        budget: budget that the smallest choices meet.
+        measured: KL divergence of every unit and choice but UNCHANGED, which counts as 0.
+    """
+    kl = {name: {UNCHANGED: 0.0, **measured[name]} for name in budget.units}
+    greedy = _upgraded(budget, kl, budget.smallest())
+    exact = _upgraded(budget, kl, _by_buckets(budget, kl))
+    return min((exact, greedy), key=lambda chosen: sum(kl[name][each] for name, each in chosen.items()))
+
+
+def _by_buckets(budget: Budget, kl: Measured) -> dict[str, str]:
+    smallest = budget.smallest()
+    size = max(1, -(-(budget.limit - budget.total(smallest)) // _BUCKETS))
+    best = np.zeros(_BUCKETS + 1)
+    picks: list[tuple[str, list[str], list[int], np.ndarray]] = []
+    for name, unit in budget.units.items():
+        choices = list(unit.bytes)
+        costs = [-(-(unit.bytes[each] - unit.bytes[smallest[name]]) // size) for each in choices]
+        rows = np.full((len(choices), _BUCKETS + 1), np.inf)
+        for row, (each, cost) in enumerate(zip(choices, costs, strict=True)):
+            if cost <= _BUCKETS:
+                rows[row, cost:] = best[: _BUCKETS + 1 - cost] + kl[name][each]
+        picks.append((name, choices, costs, rows.argmin(0).astype(np.uint8)))
+        best = rows.min(0)
+    left, chosen = _affordable(budget, smallest, size), {}
+    for name, choices, costs, pick in reversed(picks):
+        row = int(pick[left])
+        chosen[name] = choices[row]
+        left -= costs[row]
+    return {name: chosen[name] for name in budget.units}
+
+
+def _affordable(budget: Budget, smallest: Mapping[str, str], size: int) -> int:
+    return min(_BUCKETS, (budget.limit - budget.total(smallest)) // size)
+
+
+def _upgraded(budget: Budget, kl: Measured, chosen: Mapping[str, str]) -> dict[str, str]:
+    """Takes the upgrade that saves most KL per byte, as long as one fits."""
+    found = dict(chosen)
+    left = budget.limit - budget.total(found)
+    while steps := [
+        ((kl[name][found[name]] - kl[name][each]) / more, name, each, more)
+        for name, unit in budget.units.items()
+        for each, size in unit.bytes.items()
+        if 0 < (more := size - unit.bytes[found[name]]) <= left and kl[name][each] < kl[name][found[name]]
+    ]:
+        _, name, each, more = max(steps)
+        found[name] = each
+        left -= more
+    return found

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from headrace.base.directory import Manifest
+from headrace.base.directory import Details, Manifest
 from pipeline.compress.quantization.rules import QuantizationPlan
 from pipeline.evaluation.consumers.description import GGUF_FILE
 from pipeline.evaluation.heldout.before_after import add_measured, changes, measured, scored_data, table_of
@@ -45,7 +44,7 @@ def sizes(plan: QuantizationPlan, folder: Path) -> Sizes:
     return Sizes(result.weight_bytes, len(plan.layers), elements, _packed_bytes(plan, result))
 
 
-def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def details(plan: QuantizationPlan, written: Sizes, before: Details, after: Details) -> Details:
     """Details for the manifest: counts, sizes in bytes, and held-out metrics before and after.
 
     Args:
@@ -80,7 +79,7 @@ def details(plan: QuantizationPlan, written: Sizes, before: dict[str, Any], afte
     }
 
 
-def step_numbers(recorded: dict[str, Any]) -> dict[str, Any]:
+def step_numbers(recorded: Details) -> Details:
     """A quantization's numbers for the lineage: settings, bytes and loss before and after, KL by consumer."""
     found = {**recorded["quantization"], **changes(recorded)}
     scored = recorded["consumers"].items()
@@ -101,7 +100,7 @@ def table(manifest: Manifest) -> Table:
     return shown
 
 
-def mixed_table(mixed: dict[str, Any]) -> Table:
+def mixed_table(mixed: Details) -> Table:
     """A table of every unit's choice with its measured KL divergence and bytes; largest KL first."""
     caption = (
         f"{mixed['planned_bytes']:,} of {mixed['budget_bytes']:,} bytes; KL to the original when only this changes"
@@ -118,7 +117,7 @@ def mixed_table(mixed: dict[str, Any]) -> Table:
     return shown
 
 
-def _scheme(parts: dict[str, Any], after: dict[str, Any]) -> str:
+def _scheme(parts: Details, after: Details) -> str:
     name = parts.get("scheme") or parts["weights"]  # the key before 0.6
     if after["dtype"] == name:
         return f"GGUF, {name}" + (", imatrix" if parts.get("imatrix") else "")

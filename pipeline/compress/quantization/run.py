@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, track
 
-from headrace.base.directory import Manifest, parent_entry, read_manifest, staged
+from headrace.base.directory import Details, Manifest, Parents, parent_entry, read_manifest, staged
 from headrace.base.errors import DataError
 from headrace.base.remote_output import published, upload_left
 from pipeline.compress.quantization.importance_matrix import Importance, measure_importance
@@ -98,14 +98,14 @@ def _quantize_beside(plan: QuantizationPlan, sample: GateSample, original: Origi
         return commit_with_card(staging, plan.output, config=config, parents=_parents(plan), details=recorded)
 
 
-def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, dict[str, Any]]:
+def _decided(plan: QuantizationPlan, console: Console) -> tuple[QuantizationPlan, Details]:
     console.print("measuring every layer at every candidate")
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as shown:
         task = shown.add_task("KL of each layer")
         return decide(plan, show=lambda done, every: shown.update(task, completed=done, total=every))
 
 
-def _check_budget(mixed: dict[str, Any], written: int) -> None:
+def _check_budget(mixed: Details, written: int) -> None:
     if written > mixed["budget_bytes"]:
         why = f"{written:,} bytes were written, and the budget is {mixed['budget_bytes']:,}"
         raise DataError(
@@ -124,7 +124,7 @@ def _score(
     return run_gate(plan.source.path, staging, **how)
 
 
-def _write_gguf(plan: QuantizationPlan, staging: Path) -> dict[str, Any]:
+def _write_gguf(plan: QuantizationPlan, staging: Path) -> Details:
     """Writes model.gguf into `staging` and reads it back; returns its dtype and device."""
     assert plan.gguf is not None
     with Progress(*Progress.get_default_columns(), console=Console(stderr=True), transient=True) as shown:
@@ -153,7 +153,7 @@ def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Imp
     return found
 
 
-def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> dict[str, Any]:
+def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> Details:
     """Writes packed weights, config and tokenizer into `staging`; returns the held-out metrics."""
     console.print(f"quantizing {len(plan.layers)} layers, scheme {plan.config.scheme}")
     dtype = getattr(torch, plan.config.dtype or plan.source.dtype)
@@ -180,7 +180,7 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
     return track(left, "decoder layers", total=every, completed=done, **how)
 
 
-def _parents(plan: QuantizationPlan) -> dict[str, Any]:
+def _parents(plan: QuantizationPlan) -> Parents:
     """Parents for the manifest: the dataset, and the model or the checkpoint from which it was exported."""
     data = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
     if plan.source.origin == plan.config.model:

@@ -79,7 +79,7 @@ def stream(
         progress: wraps the iteration over decoder layers.
     """
     work = CalibrationWork.open(plan)
-    parts = _Parts(plan, dtype)
+    parts = _PartwiseModel(plan, dtype)
     count = len(parts.layers)
     if work.done:
         say(f"resuming at layer {work.done + 1} of {count}" if work.done < count else f"all {count} layers are there")
@@ -90,7 +90,7 @@ def stream(
     parts.write_config(staging)
 
 
-def _calibrate(parts: _Parts, work: CalibrationWork, progress: Progress) -> None:
+def _calibrate(parts: _PartwiseModel, work: CalibrationWork, progress: Progress) -> None:
     """Calibrates the remaining layers."""
     begin, count = work.done, len(parts.layers)
     hidden, arguments = parts.inputs()
@@ -104,7 +104,7 @@ def _calibrate(parts: _Parts, work: CalibrationWork, progress: Progress) -> None
             work.finish(number, parts.packed(layer, scales), hidden)
 
 
-class _Parts:
+class _PartwiseModel:
     """The model, with the weights of one part at a time."""
 
     def __init__(self, plan: QuantizationPlan, dtype: torch.dtype) -> None:

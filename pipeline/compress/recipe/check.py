@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
 from headrace.base.section import parse, problems_of
@@ -126,7 +127,7 @@ def _place(recipe: Recipe, step: Step) -> str:
     return "prune." if step.verb == "prune" else f"{step.verb}.{step.name}."
 
 
-def _with_existing_model(step: Step, recipe: Recipe) -> dict[str, Any]:
+def _with_existing_model(step: Step, recipe: Recipe) -> ConfigTree:
     """A step's config with a model that exists, and an output that does not."""
     model = step.source if is_folder(step.source) else recipe.original
     return {**step.config, "model": str(model), "output": str(recipe.output / ".check")}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.paths import LocalPath
 from headrace.base.section import Count, Section
 from pipeline.evaluation.heldout.data import HeldOutData
@@ -38,7 +37,7 @@ class RecipeConfig(Section):
         " interrupted"
     )
     data: HeldOutData = Field(description="Held-out data on which every step is evaluated")
-    prune: dict[str, Any] | list[dict[str, Any]] | None = Field(
+    prune: ConfigTree | list[ConfigTree] | None = Field(
         default=None,
         description='Pruning: fields of a prune config but model, output and data, e.g. {"target": {"parameters":'
         " 2e6}}; a list for several rounds, each of which is followed by the distillation; null: no pruning",
@@ -46,7 +45,7 @@ class RecipeConfig(Section):
     distill: DistillStep | None = Field(
         default=None, description="Distillation from the original after each pruning; null: none"
     )
-    quantize: dict[str, dict[str, Any]] = Field(
+    quantize: dict[str, ConfigTree] = Field(
         default={},
         description="Quantizations of the result, by name: fields of a quantize config but model, output and data, e.g."
         ' {"int4-gptq": {"scheme": "W4A16", "method": "gptq"}, "q8_0": {"scheme": "Q8_0"}}',
@@ -61,7 +60,7 @@ class RecipeConfig(Section):
     )
 
     @property
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[ConfigTree]:
         """Pruning sections, one per round; empty without pruning."""
         given = self.prune or []
         return [given] if isinstance(given, dict) else given

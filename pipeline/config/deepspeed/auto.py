@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import DataError
 from headrace.base.foreign_json import read_json
 from pipeline.config.sections.optimizers import OPTIMIZERS
@@ -41,7 +42,7 @@ for those below."""
 _OWN_AUTO = frozenset({"run.checkpoint_every", "parallel.shares"})
 """Keys of our own for which "auto" is a value with a meaning, and not the default."""
 
-_TRAINER: dict[str, Any] = {
+_TRAINER: ConfigTree = {
     "gradient_clipping": 1.0,
     "optimizer.params.lr": 5e-5,
     "optimizer.params.betas": [0.9, 0.999],
@@ -64,7 +65,7 @@ SAMPLES_PER_DEVICE = 8
 """The Trainer's per_device_train_batch_size."""
 
 
-def with_optimizer(raw: Mapping[str, Any]) -> dict[str, Any]:
+def with_optimizer(raw: Mapping[str, Any]) -> ConfigTree:
     """Adds the Trainer's optimizer to a config without a section for one: files of Trainer users leave it out."""
     absent = [path.removeprefix("optimizer.params.") for path in _TRAINER if path.startswith("optimizer.")]
     return {"optimizer": {"params": dict.fromkeys(absent, "auto")}, **raw}
@@ -72,7 +73,7 @@ def with_optimizer(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def resolve_auto(
     raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_DEVICE
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[ConfigTree, list[str]]:
     """Replaces "auto" in DeepSpeed's sections.
 
     Args:
@@ -108,7 +109,7 @@ def resolve_auto(
 _AUTO = object()
 
 
-def _trainer(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _trainer(raw: Mapping[str, Any]) -> ConfigTree:
     """Returns the Trainer's values; parameters that the optimizer's type does not have are left out."""
     optimizer, at = raw.get("optimizer"), "optimizer.params."
     kind = optimizer.get("type", "AdamW") if isinstance(optimizer, dict) else "AdamW"
@@ -141,8 +142,8 @@ def _left_out(section: Any, *, at: str) -> Any:
     }
 
 
-def _without(raw: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+def _without(raw: Mapping[str, Any], paths: list[str]) -> ConfigTree:
+    kept: ConfigTree = {}
     for key, value in raw.items():
         if key in paths:
             continue
@@ -151,14 +152,14 @@ def _without(raw: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
     return kept
 
 
-def _put(raw: dict[str, Any], path: str, value: Any) -> None:
+def _put(raw: ConfigTree, path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for key in parents:
         raw = raw.setdefault(key, {})
     raw[last] = value
 
 
-def _precision(raw: Mapping[str, Any], named: list[str]) -> dict[str, Any]:
+def _precision(raw: Mapping[str, Any], named: list[str]) -> ConfigTree:
     """Selects bf16, unless one of the two is settled in the file. Without "auto" nothing is decided here."""
     if not {"bf16.enabled", "fp16.enabled"} & set(named):
         return {}
@@ -175,14 +176,14 @@ def _enabled(raw: Mapping[str, Any], name: str) -> Any:
     return section.get("enabled") if isinstance(section, dict) else None
 
 
-def _batch(raw: Mapping[str, Any], named: list[str], size: int | None) -> dict[str, Any]:
+def _batch(raw: Mapping[str, Any], named: list[str], size: int | None) -> ConfigTree:
     total, micro, accumulation = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     open_ = all(key in named or raw.get(key) is None for key in (total, micro))
     asked = any(key in named for key in (total, micro, accumulation))
     return {micro: size} if size is not None and open_ and asked else {}
 
 
-def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(raw: Mapping[str, Any]) -> ConfigTree:
     """Bucket sizes that the Trainer derives from the model's hidden size D: D x D, 0.9 x D x D and 10 x D elements."""
     hidden = _hidden_size(raw.get("model"))
     if hidden is None or raw.get("engine") == "torch":  # FSDP2 has no such sizes

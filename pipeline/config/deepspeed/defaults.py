@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from pipeline.config.sections.run import Config
 
 _ZERO, _SCHEDULER = "zero_optimization.", "scheduler.params."
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: ConfigTree = {
     "train_batch_size": None,
     "train_micro_batch_size_per_gpu": None,
     "gradient_accumulation_steps": None,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError
 from pipeline.config.deepspeed.auto import SAMPLES_PER_DEVICE, resolve_auto
 from pipeline.config.deepspeed.defaults import DEFAULTS
@@ -42,7 +43,7 @@ class Translated:
         refused: keys that are not supported.
     """
 
-    raw: dict[str, Any]
+    raw: ConfigTree
     ignored: tuple[str, ...]
     auto: tuple[str, ...]
     refused: tuple[ConfigError, ...]
@@ -102,9 +103,9 @@ def _offloads_no_parameters(raw: Mapping[str, Any]) -> bool:
     return isinstance(zero, dict) and zero.get("stage", 0) in (0, 1, 2) and isinstance(zero.get("offload_param"), dict)
 
 
-def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:
+def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> ConfigTree:
     """Gives every key the name it has here; one under both names is refused unless the values are equal."""
-    kept: dict[str, Any] = {}
+    kept: ConfigTree = {}
     for key, value in section.items():
         new = OTHER_NAMES.get(at + key, at + key)[len(at) :]
         below = f"{at}{new}."
@@ -126,7 +127,7 @@ def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: l
     return kept
 
 
-def _refused_optimizer(raw: dict[str, Any]) -> list[ConfigError]:
+def _refused_optimizer(raw: ConfigTree) -> list[ConfigError]:
     """Refuses an optimizer that is known and not supported, by name. Its section is dropped: its keys are its own."""
     optimizer = raw.get("optimizer")
     given = optimizer.get("type") if isinstance(optimizer, dict) else None
@@ -137,7 +138,7 @@ def _refused_optimizer(raw: dict[str, Any]) -> list[ConfigError]:
     return [ConfigError("optimizer.type", given, why=why, remedy=remedy)]
 
 
-def _decay_of_torch(raw: dict[str, Any]) -> list[str]:
+def _decay_of_torch(raw: ConfigTree) -> list[str]:
     """Sets the default decay of torch's AdamW, to which DeepSpeed hands the parameters with `torch_adam`."""
     optimizer = raw.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
@@ -147,7 +148,7 @@ def _decay_of_torch(raw: dict[str, Any]) -> list[str]:
     return ["optimizer.params.weight_decay = 0.01 (torch_adam)"]
 
 
-def _settle_clipping(raw: dict[str, Any]) -> list[str]:
+def _settle_clipping(raw: ConfigTree) -> list[str]:
     """Drops `optimizer.params.max_grad_norm` where it equals `gradient_clipping`, beside which Megatron writes it."""
     optimizer = raw.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
@@ -158,8 +159,8 @@ def _settle_clipping(raw: dict[str, Any]) -> list[str]:
     return [f"optimizer.params.max_grad_norm = {_json(params.pop('max_grad_norm'))}"]
 
 
-def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> ConfigTree:
+    kept: ConfigTree = {}
     table = _REFUSED_BELOW.get(at, REFUSED if not at else {})
     for key, value in section.items():
         path = at + key
@@ -188,7 +189,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=repr)
 
 
-def _without_offload_to_none(raw: dict[str, Any]) -> dict[str, Any]:
+def _without_offload_to_none(raw: ConfigTree) -> ConfigTree:
     """Drops sections of offload to device "none", or null, whatever stands beside it."""
     zero = raw.get("zero_optimization")
     if not isinstance(zero, dict):

@@ -14,6 +14,9 @@ from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.groups import IslandsSection
 from pipeline.config.sections.run import AnomaliesSection, ModelSection, MoeSection
 
+Curve = dict[str, Any]
+"""The settings of a run that decide its loss curve, by name."""
+
 _LENGTH = ("run.steps", "run.tokens")
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "scheduler.kind": ("scheduler.type",),
@@ -46,7 +49,7 @@ _COUNTED_BY = ("data", "run.seed", "train_batch_size")
 _MIXTURE = ("data.weights", "data.schedule")
 
 
-def curve_fields(run: ResolvedRun) -> dict[str, Any]:
+def curve_fields(run: ResolvedRun) -> Curve:
     """The fields that determine the loss curve; layout, logging and checkpointing are not among them.
 
     A run may be resumed only where these are unchanged. Paths are not among them either: data and models are compared
@@ -90,16 +93,16 @@ def curve_fields(run: ResolvedRun) -> dict[str, Any]:
     }
 
 
-def _parametrization(model: ModelSection) -> dict[str, Any]:
+def _parametrization(model: ModelSection) -> Curve:
     base = model.base.model_dump(exclude_none=True) if model.base is not None else None
     return {"parametrization": None if model.parametrization == "standard" else model.parametrization, "base": base}
 
 
-def _distillation(section: DistillSection | None, *, sequence_length: int) -> dict[str, Any] | None:
+def _distillation(section: DistillSection | None, *, sequence_length: int) -> Curve | None:
     """Returns the fields of a distillation except its folders, which are compared by fingerprint."""
     if section is None:
         return None
-    fields: dict[str, Any] = {"temperature": section.temperature, "alpha": section.alpha}
+    fields: Curve = {"temperature": section.temperature, "alpha": section.alpha}
     if section.divergence != "forward_kl":
         fields["divergence"] = section.divergence
     if section.divergence == "jsd":
@@ -116,7 +119,7 @@ def _distillation(section: DistillSection | None, *, sequence_length: int) -> di
     return fields
 
 
-def _mixture(data: DataSection, *, samples: int) -> dict[str, Any]:
+def _mixture(data: DataSection, *, samples: int) -> Curve:
     """Returns the fields that determine the order in which sources are sampled; names and repetition limits do not."""
     labels = [source.source for source in data.sources]
     budgets = [{"epochs": source.epochs, "tokens": source.tokens} for source in data.sources]
@@ -132,13 +135,13 @@ def _mixture(data: DataSection, *, samples: int) -> dict[str, Any]:
     }
 
 
-def _balance(moe: MoeSection) -> dict[str, Any] | None:
+def _balance(moe: MoeSection) -> Curve | None:
     if moe.balance == "none":
         return None
     return {"balance": moe.balance, "aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
 
 
-def _islands(section: IslandsSection | None) -> dict[str, Any] | None:
+def _islands(section: IslandsSection | None) -> Curve | None:
     if section is None or section.name is None:
         return None
     # not in checkpoints that are older than them
@@ -148,7 +151,7 @@ def _islands(section: IslandsSection | None) -> dict[str, Any] | None:
     return section.model_dump(include={"steps", "compress"}) | {"outer": outer} | newer
 
 
-def _spikes(section: AnomaliesSection) -> dict[str, Any] | None:
+def _spikes(section: AnomaliesSection) -> Curve | None:
     return None if section.spikes == "ignore" else section.model_dump(include={"spikes", "window", "deviations"})
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError, problems_in, refuse_all
 from pipeline.config.rules.layout import fewest_processes, topology_of
 from pipeline.config.sections.deepspeed import ExpertParallelSection
@@ -36,7 +36,7 @@ class ChosenLayout:
 def apply_fallback(config: Config, layout: FallbackLayout) -> Config:
     """Returns a config with another layout; DeepSpeed's keys for an axis are removed."""
     parallel = ParallelSection(**layout.model_dump(exclude=_OTHERS), elastic=True, shares=config.parallel.shares)
-    update: dict[str, Any] = {
+    update: ConfigTree = {
         "parallel": parallel,
         "pipeline": config.pipeline.model_copy(update={"stages": None}),
         "tensor_parallel": config.tensor_parallel.model_copy(update={"autotp_size": None}),
@@ -113,7 +113,7 @@ def naming_fallback(field: str, config: Config) -> Iterator[None]:
     refuse_all([_in_fallback(field, given, each) for each in problems])
 
 
-def _in_fallback(field: str, given: dict[str, Any], error: ConfigError) -> ConfigError:
+def _in_fallback(field: str, given: ConfigTree, error: ConfigError) -> ConfigError:
     cannot = error.field if error.value is None else f"{error.field} cannot be {error.value}"
     why, remedy = f"in this layout {cannot}: {error.why}", f"{error.remedy}; or remove it from the list"
     return ConfigError(field, given, why=why, remedy=remedy)

@@ -59,7 +59,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         self._local_model = build_local_model(
             run, model, values, self._mesh, device=self._device, balancer=self._balancer, stage=stage
         )
-        self._stage_module = _StageModule(self._local_model.decoder, self._device)
+        self._stage_module = _MicroBatchStage(self._local_model.decoder, self._device)
         module = _PipelineModule(
             run.topology, self._stage_module, self._local_model, index=index, tied_group=self._tied_group
         )
@@ -120,7 +120,7 @@ class _WithoutStep(TrainSchedule):  # type: ignore[misc]
             yield [command for command in commands if not isinstance(command, OptimizerStep)]
 
 
-class _StageModule(nn.Module):
+class _MicroBatchStage(nn.Module):
     """One pipeline stage, which takes a step's micro-batches in the order of their forward passes.
 
     Args:
@@ -170,7 +170,7 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
     def __init__(
         self,
         topology: Topology,
-        own: _StageModule,
+        own: _MicroBatchStage,
         local_model: LocalModel,
         *,
         index: int,

@@ -60,7 +60,7 @@ Stored = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _HeldRectangle:
     """A rectangle of a stored matrix that a rank holds, contiguous in its tensor.
 
     Attributes:
@@ -158,7 +158,7 @@ class MatrixExchange:
             yield from ((rank, index, shard) for rank, held in enumerate(self._held) for shard in held[index])
 
     def _round(self, indices: Sequence[int], names: set[str], load: list[float]) -> _Round:
-        holders: dict[Stored, dict[int, list[_Part]]] = {}
+        holders: dict[Stored, dict[int, list[_HeldRectangle]]] = {}
         forms: dict[str, MatrixForm] = {}
         for rank, index, shard in self._shards(indices):
             if shard.name in names:
@@ -169,7 +169,7 @@ class MatrixExchange:
         return _Round(holders, forms, flops, rank=self._rank, load=load)
 
 
-def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored, _Part]]:
+def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored, _HeldRectangle]]:
     """Divides a shard, which lies in tensor `index`, into parts of stored matrices."""
     inner, offset = shard.box.sizes if shard.box else shard.form.shape, shard.offset
     for rectangle in split_flat_range(inner, shard.start, shard.length):
@@ -177,7 +177,7 @@ def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored
         *experts, rows, columns = zip(box.offsets, box.sizes, strict=True)
         first, count = experts[0] if experts else (0, 1)
         for expert in range(first, first + count):
-            yield (shard.name, expert), _Part(index, offset, rows, columns)
+            yield (shard.name, expert), _HeldRectangle(index, offset, rows, columns)
             offset += rows[1] * columns[1]
 
 
@@ -197,7 +197,7 @@ class _Round:
 
     def __init__(
         self,
-        holders: dict[Stored, dict[int, list[_Part]]],
+        holders: dict[Stored, dict[int, list[_HeldRectangle]]],
         forms: dict[str, MatrixForm],
         flops: dict[str, float],
         *,
@@ -284,11 +284,11 @@ class _Round:
         )
 
 
-def _values(tensors: dict[int, Tensor], part: _Part) -> Tensor:
+def _values(tensors: dict[int, Tensor], part: _HeldRectangle) -> Tensor:
     return tensors[part.tensor].narrow(0, part.offset, part.numel)
 
 
-_Sent = tuple[int, int, Stored, _Part]
+_Sent = tuple[int, int, Stored, _HeldRectangle]
 """One transfer: (from rank, to rank, matrix, part of it)."""
 
 
@@ -302,8 +302,8 @@ class _Leg:
     """
 
     def __init__(self, rank: int, ranks: int, rows: Iterator[_Sent]) -> None:
-        out: list[list[tuple[Stored, _Part]]] = [[] for _ in range(ranks)]
-        into: list[list[tuple[Stored, _Part]]] = [[] for _ in range(ranks)]
+        out: list[list[tuple[Stored, _HeldRectangle]]] = [[] for _ in range(ranks)]
+        into: list[list[tuple[Stored, _HeldRectangle]]] = [[] for _ in range(ranks)]
         self._used = False
         for sender, receiver, stored, part in rows:
             self._used = True
@@ -318,8 +318,8 @@ class _Leg:
 
     def run(
         self,
-        read: Callable[[Stored, _Part], Tensor],
-        write: Callable[[Stored, _Part, Tensor], object],
+        read: Callable[[Stored, _HeldRectangle], Tensor],
+        write: Callable[[Stored, _HeldRectangle, Tensor], object],
         *,
         like: Tensor,
         group: dist.ProcessGroup | None,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -12,11 +14,12 @@ from headrace.base.errors import ConfigError
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import MoeSection
 from pipeline.engines.common import matrices_of
 from pipeline.engines.parallel.activation_checkpointing import check_activation_checkpointing
 from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.compilation import check_compile
-from pipeline.engines.parallel.expert_check import check_experts
+from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.parallel.experts import check_expert_parallel, expert_modules
 from pipeline.engines.parallel.fp8 import check_fp8
 from pipeline.engines.parallel.fused_kernels import check_exchange
@@ -27,11 +30,17 @@ from pipeline.engines.parallel.quantization_aware import check_quantization_awar
 from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.stages import StageLayers, layer_list
 from pipeline.engines.parallel.tensor import check_tp_plan
-from pipeline.models.hf_config import read_hf_config
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.hf_config import one_line, read_hf_config
 from pipeline.models.padding import check_padded_positions
+from pipeline.models.resize.shrink import shrink
+from pipeline.models.routers import find_routers, has_experts
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
 """Dropout keys of heads that a causal language model does not have."""
+_V, _T = 32, 16
 
 
 def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
@@ -116,3 +125,62 @@ def _refuse_dropout(config: PretrainedConfig, *, where: str) -> None:
             )
             why = "the dropout masks would depend on the layout, and a resumed run would not reproduce them"
             raise ConfigError(f"model.config.{key}", value, why=why, remedy=f"set {zeros} in {where}")
+
+
+def check_experts(section: MoeSection, model: nn.Module) -> None:
+    """Checks that `moe.balance` works for the model's architecture.
+
+    Args:
+        section: the config's `moe`.
+        model: the full model, on meta.
+
+    Raises:
+        ConfigError: the model has no experts, no router that can be observed, or no correction bias.
+    """
+    balance, config = section.balance, model.config
+    assert isinstance(config, PretrainedConfig)
+    if balance == "none":
+        return
+    routers, kind = find_routers(model), config.model_type
+    if not routers:
+        why = (
+            f"{kind} has no router of experts that transformers names"
+            if has_experts(config.to_dict())
+            else "it has no experts"
+        )
+        raise ConfigError("moe.balance", balance, why=why, remedy="remove it, or use another architecture")
+    if balance == "bias" and any(router.bias_owner is None for router in routers):
+        why = f"the routers of {kind} have no correction bias (a buffer e_score_correction_bias)"
+        raise ConfigError("moe.balance", balance, why=why, remedy="use aux_loss")
+    if len({router.experts for router in routers}) > 1:
+        why = f"layers of {kind} have different numbers of experts"
+        raise ConfigError("moe.balance", balance, why=why, remedy="use none")
+    failure = _failure(section, config)
+    if failure is not None:
+        why = f"the routers of {kind} cannot be balanced from outside: {failure}"
+        raise ConfigError("moe.balance", balance, why=why, remedy="use none, or another architecture")
+
+
+def _failure(section: MoeSection, config: PretrainedConfig) -> str | None:
+    """Returns why a step of a tiny model does not count its tokens once per layer, or does not reach its routers; None
+    if it does."""
+    try:
+        tiny: Any = build_meta(
+            shrink(config, divide=1, layers=2, vocab_size=_V), dtype=torch.float32, attn_implementation="eager"
+        )
+        materialize(tiny, InitByName(tiny, seed=0), device=torch.device("cpu"))
+        balancer = make_balancer(section, tiny, device=torch.device("cpu"))
+        if balancer is None:
+            return "a tiny model of this architecture has none"
+        balancer.attach(tiny.train())
+        balancer.begin_step(1.0)
+        balancer.begin_micro_batch(torch.ones(1, _T, dtype=torch.bool))
+        logits = tiny(input_ids=torch.arange(_T)[None] % _V, use_cache=False).logits
+        logits.sum().backward()
+        if not balancer.observed:
+            return "they return no logits, weights and indices of the chosen experts"
+    except ConfigError:
+        raise
+    except Exception as error:  # each architecture computes in its own way
+        return one_line(error)
+    return None

@@ -77,11 +77,11 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup, *, scatter_dim: int, ga
 
     Differentiable: the backward pass swaps the two dims.
     """
-    exchanged: Tensor = _AllToAll.apply(tensor, group, scatter_dim, gather_dim)
+    exchanged: Tensor = _UlyssesAllToAll.apply(tensor, group, scatter_dim, gather_dim)
     return exchanged
 
 
-class _AllToAll(torch.autograd.Function):
+class _UlyssesAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
         ctx.group, ctx.scatter_dim, ctx.gather_dim = group, scatter_dim, gather_dim

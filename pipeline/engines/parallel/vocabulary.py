@@ -39,7 +39,7 @@ def cross_entropy(
         labels: int64 [B, T], IGNORE where there is no target.
         vocabulary: ids of the V' columns. All ranks of its group get the same sums.
     """
-    nats, squares = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
+    nats, squares = _InPlaceCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
     return nats, squares
 
 
@@ -126,7 +126,7 @@ def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_
     return _Softmax(exp, z, counts, here, column, (log_z + highest) * counts, nats)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _InPlaceCrossEntropy(torch.autograd.Function):
     """Saves one fp32 tensor of the logits' size for the backward pass, which turns it into the gradient in place."""
 
     @staticmethod

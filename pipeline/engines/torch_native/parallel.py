@@ -39,10 +39,10 @@ from pipeline.engines.torch_native.deferred_step import DeferredStep, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
 from pipeline.engines.torch_native.forward_backward import ForwardBackward, GradientAccumulation, zero_sums
 from pipeline.engines.torch_native.fp8_gather import refresh_scales
+from pipeline.engines.torch_native.fsdp_units import UnitStates
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from pipeline.engines.torch_native.sharding import ParameterShard, Sharding, reshard, shard_decoder
 from pipeline.engines.torch_native.state import named_shards, replicas, set_step
-from pipeline.engines.torch_native.unit_states import UnitStates
 from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.runtime.launch.host_copy import to_device
 

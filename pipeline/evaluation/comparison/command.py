@@ -11,6 +11,7 @@ from rich.console import Console
 
 from headrace.base.directory import write_text
 from headrace.base.errors import ConfigError
+from headrace.base.paths import FOLDER, OUTPUT
 from headrace.base.section import parse
 from pipeline.evaluation.comparison.candidates import Wanted, check
 from pipeline.evaluation.comparison.frontier import measure_all
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FOLDER",
+        type=FOLDER.after_name(),
         help="a model of a comparison and its name (repeatable; the first is the reference of KL and top-1 agreement):"
         " a Hugging Face folder, or a directory with model.gguf",
     )
@@ -47,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=64, metavar="N", help="new tokens for each prompt; default: %(default)s"
     )
-    parser.add_argument("--csv", metavar="OUT.csv", help="write the figures as CSV, too")
-    parser.add_argument("--picture", metavar="OUT.svg", help="draw size against quality, with the Pareto frontier")
+    parser.add_argument("--csv", metavar="OUT.csv", type=OUTPUT, help="write the figures as CSV, too")
+    parser.add_argument(
+        "--picture", metavar="OUT.svg", type=OUTPUT, help="draw size against quality, with the Pareto frontier"
+    )
     harness.add_arguments(parser)
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from headrace.base.task_figures import Figures
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.comparison.candidates import ModelCandidate, ModelComparison, Wanted, check, parameters_of
 from pipeline.evaluation.comparison.rows import Generated, Row
@@ -32,7 +32,7 @@ Windows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _LossWindows:
     """Windows that the loss is measured on.
 
     Attributes:
@@ -108,15 +108,15 @@ def measure_all(comparison: ModelComparison, *, say: Say = lambda _line: None) -
     return rows
 
 
-def _sample(comparison: ModelComparison) -> _Sample:
+def _sample(comparison: ModelComparison) -> _LossWindows:
     dataset = comparison.dataset
     chosen = choose_windows(dataset.windows, comparison.data.max_windows)
     limit = {"limit_bytes": LIMIT_BYTES, "limit_positions": comparison.wanted.positions}
     count = windows_that_fit(length=dataset.sequence_length + 1, vocabulary=comparison.vocabulary, **limit)
-    return _Sample(chosen, dataset.read(chosen).astype(np.int64), choose_windows(chosen.size, count))
+    return _LossWindows(chosen, dataset.read(chosen).astype(np.int64), choose_windows(chosen.size, count))
 
 
-def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample) -> Scores:
+def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _LossWindows) -> Scores:
     """Scores the windows with a consumer; with transformers, whose loss is measured otherwise, the kept ones alone."""
     windows, kept = sample.tokens, sample.kept
     if candidate.consumer == "transformers":
@@ -145,7 +145,7 @@ def _generation(wanted: Wanted, tokens: Windows) -> Generation:
     return Generation(tuple(tuple(row) for row in rows.tolist()), tuple(sorted(wanted.batches)), new)
 
 
-def _served(scores: Scores, comparison: ModelComparison) -> dict[str, Any]:
+def _served(scores: Scores, comparison: ModelComparison) -> Figures:
     generation = tuple(Generated(**each) for each in scores.generation)
     samples = _texts(scores.samples, comparison)
     return {"version": scores.version, "threads": scores.threads, "generation": generation, "samples": samples}
@@ -161,20 +161,20 @@ def _texts(samples: Sequence[Sequence[int]], comparison: ModelComparison) -> tup
     return tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in whole)
 
 
-def _loss(candidate: ModelCandidate, comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
+def _loss(candidate: ModelCandidate, comparison: ModelComparison, sample: _LossWindows, scores: Scores) -> Figures:
     if candidate.consumer == "transformers":
         return _loss_of_folder(candidate.path, comparison.data)
     return _loss_of_targets(comparison, sample, scores)
 
 
-def _loss_of_folder(path: Path, data: HeldOutData) -> dict[str, Any]:
+def _loss_of_folder(path: Path, data: HeldOutData) -> Figures:
     """Measures the loss as `headrace eval` does, in batches, on a GPU where there is one."""
     found = measure(path, data)
     keys = ("loss_nats", "perplexity", "bits_per_byte", "tokens", "sources", "dtype", "device")
     return {**{key: found[key] for key in keys}, "scoring_tokens_per_second": found["tokens_per_second"]}
 
 
-def _loss_of_targets(comparison: ModelComparison, sample: _Sample, scores: Scores) -> dict[str, Any]:
+def _loss_of_targets(comparison: ModelComparison, sample: _LossWindows, scores: Scores) -> Figures:
     """Loss by a consumer's log-probabilities; none with a document mask, as consumers attend to whole windows."""
     dataset, masked = comparison.dataset, comparison.data.mask_documents
     if masked:
@@ -196,7 +196,7 @@ def _loss_of_targets(comparison: ModelComparison, sample: _Sample, scores: Score
     }
 
 
-def _compared(reference: Scores, scores: Scores, sample: _Sample) -> dict[str, Any]:
+def _compared(reference: Scores, scores: Scores, sample: _LossWindows) -> Figures:
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.tokens[sample.kept])
     keys = ("mean_kl", "max_kl", "top1_agreement", "positions")
     return {key: getattr(found, key) for key in keys}

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from headrace.base.directory import MANIFEST, read_manifest
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import FOLDER, PLACE
 from headrace.base.section import parse
 from pipeline.evaluation.consumers.bounds import Bound, bound_within
 from pipeline.evaluation.consumers.consumer import CONSUMERS, plan_consumers
@@ -30,12 +31,20 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     text = "score a compressed model with every program that serves it, against its original"
     verify = verbs.add_parser("verify", help=text, description=f"{text.capitalize()}; exit code 1 outside the bounds.")
     verify.add_argument(
-        "model", metavar="FOLDER", help="a compressed model: a Hugging Face folder, or a directory with model.gguf"
+        "model",
+        metavar="FOLDER",
+        type=FOLDER,
+        help="a compressed model: a Hugging Face folder, or a directory with model.gguf",
     )
     verify.add_argument(
-        "--original", metavar="FOLDER", help="the model in floating point; default: the parent in the manifest"
+        "--original",
+        metavar="FOLDER",
+        type=FOLDER,
+        help="the model in floating point; default: the parent in the manifest",
     )
-    verify.add_argument("--data", metavar="TOKENS", help="a tokens directory; default: the parent in the manifest")
+    verify.add_argument(
+        "--data", metavar="TOKENS", type=PLACE, help="a tokens directory; default: the parent in the manifest"
+    )
     verify.add_argument(
         "--consumers",
         metavar="NAME,NAME",

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.base.directory import MANIFEST
 from headrace.base.foreign_json import read_json
 from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
+from pipeline.models.folder.weight_files import HfFields
 
 GGUF, FOLDER = "gguf", "folder"
 GGUF_FILE = "model.gguf"
@@ -78,7 +79,7 @@ def describe(path: Path) -> ModelDescription:
     )
 
 
-def architecture(config: dict[str, Any]) -> dict[str, Any]:
+def architecture(config: HfFields) -> HfFields:
     """The fields of a description that a Hugging Face config alone decides, but for `head_size`."""
     text = {**config, **(config.get("text_config") or {})}
     return {"latent": bool(text.get("kv_lora_rank")), "grouped_routing": text.get("n_group") is not None}
@@ -104,7 +105,7 @@ def _group_name(group: dict[str, Any]) -> str:
     return f"W{int(weights.get('num_bits', 0))}A{8 if group.get('input_activations') else 16}"
 
 
-def head_size(config: dict[str, Any]) -> int | None:
+def head_size(config: HfFields) -> int | None:
     """Features of an attention head, from a Hugging Face config; None where heads share a latent (DeepSeek's MLA)."""
     text = {**config, **(config.get("text_config") or {})}
     if text.get("kv_lora_rank"):

@@ -21,13 +21,13 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.directory import MANIFEST, final_name, read_manifest
 from headrace.base.errors import DataError
+from headrace.base.task_figures import Figures
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.evaluation.consumers import remedies
 from pipeline.evaluation.consumers.bounds import Bound, bound_of, broken_bounds
@@ -107,7 +107,7 @@ def run_gate(
     consumers: ConsumerPlan,
     say: Say = lambda _line: None,
     reference: Callable[[], Scores] | None = None,
-) -> dict[str, Any]:
+) -> Figures:
     """Scores a compressed model by its consumers.
 
     Args:
@@ -128,7 +128,7 @@ def run_gate(
             figures, the layers that lose most, and what of the config can be changed.
     """
     expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
-    figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
+    figures: Figures = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
     wrong: dict[str, list[str]] = {}
     for consumer in consumers.run:
         say(f"scoring with {consumer.name}")
@@ -158,7 +158,7 @@ def run_pruned_gate(
     consumers: ConsumerPlan,
     say: Say = lambda _line: None,
     reference: Callable[[], Scores] | None = None,
-) -> dict[str, Any]:
+) -> Figures:
     """Scores a pruned model by its consumers.
 
     Args:
@@ -177,7 +177,7 @@ def run_pruned_gate(
     expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
     say("scoring with transformers")
     own = score_original(result, sample, vocabulary=vocabulary)
-    figures: dict[str, Any] = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
+    figures: Figures = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
     wrong: dict[str, list[str]] = {}
     for consumer in consumers.run:
         scores = own
@@ -196,7 +196,7 @@ def run_pruned_gate(
     return dict(sorted(figures.items()))
 
 
-def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) -> tuple[dict[str, Any], list[str]]:
+def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) -> tuple[Figures, list[str]]:
     """A consumer's figures for the manifest, and those outside of the bound as sentences."""
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
     different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
 from headrace.base.directory import write_json
+from headrace.base.task_figures import Figures
 from pipeline.evaluation.consumers.consumer import Consumer, Progress
 from pipeline.evaluation.consumers.gate import GateSample
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores
@@ -44,7 +44,7 @@ class Original:
         job: directory with its scores, which are too large to be in memory while the model is compressed.
     """
 
-    measured: dict[str, Any]
+    measured: Figures
     job: Path
 
     def scores(self) -> Scores:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.table import Table
+
+from headrace.base.task_figures import Figures
 
 _COLUMNS = ("KL, mean", "max", "top-1", "perplexity", "original's", "same ids")
 
 
-def consumer_table(figures: dict[str, Any], *, title: str) -> Table:
+def consumer_table(figures: Figures, *, title: str) -> Table:
     """A row for each consumer that was run; below it their versions, and why others were not. KL is in nats."""
     shown = Table(title=title)
     shown.add_column("consumer", no_wrap=True)
@@ -24,7 +24,7 @@ def consumer_table(figures: dict[str, Any], *, title: str) -> Table:
     return shown
 
 
-def _cells(figures: dict[str, Any]) -> list[str]:
+def _cells(figures: Figures) -> list[str]:
     return [
         f"{figures['mean_kl']:.1e}",
         f"{figures['max_kl']:.1e}",

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from headrace.base.directory import Manifest
+from headrace.base.task_figures import Figures
 from pipeline.runtime.metrics.perplexity import show_bits_per_byte
 
 _MEASURED = (
@@ -31,17 +32,17 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Row -> (key of a side, how its value is shown)."""
 
 
-def measured(side: Mapping[str, Any]) -> dict[str, Any]:
+def measured(side: Mapping[str, Any]) -> Figures:
     """The figures of `measure` that the manifest keeps, without unmeasured ones."""
     return {key: side[key] for key in _MEASURED if key in side}
 
 
-def scored_data(before: Mapping[str, Any]) -> dict[str, Any]:
+def scored_data(before: Mapping[str, Any]) -> Figures:
     """The data that both sides were measured on."""
     return {key: before[key] for key in ("data", "split", "sequence_length")}
 
 
-def changes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def changes(recorded: Mapping[str, Any]) -> Figures:
     """Bytes and loss before and after, for the lineage.
 
     Args:

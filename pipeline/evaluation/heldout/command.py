@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from headrace.base.paths import FOLDER, PLACE
 from headrace.base.section import parse
+from headrace.base.task_figures import Figures
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.models.folder.model_folder import ModelFolder
@@ -31,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) ->
     """
     defaults = HeldOutData(path="")
     count: dict[str, Any] = {"nargs": "?"} if optional else {}
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, quantized or not", **count)
-    parser.add_argument("--data", required=not optional, metavar="TOKENS", help="a tokens directory")
+    parser.add_argument(
+        "model", metavar="MODEL", type=FOLDER, help="a Hugging Face model folder, quantized or not", **count
+    )
+    parser.add_argument("--data", required=not optional, metavar="TOKENS", type=PLACE, help="a tokens directory")
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
     add_window_arguments(parser)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="default: %(default)s")
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> dict[str, Any]:
+def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> Figures:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -99,7 +103,7 @@ def _with_bar(folder: ModelFolder, data: HeldOutData, dataset: TokenDataset) -> 
 
 def evaluate_folder(
     folder: ModelFolder, data: HeldOutData, dataset: TokenDataset, *, progress: Show = lambda _done, _all: None
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, Figures]:
     """Loads a model on the first GPU, or the CPU without one, and evaluates it.
 
     Args:
@@ -141,7 +145,7 @@ def evaluate_folder(
     return model, {**where, **how, **asdict(heldout)}
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: Figures) -> Table:
     table = Table(title=f"{result['model']} on {result['data']} ({result['split']})", show_header=False)
     rows = {
         "loss": f"{result['loss_nats']:.4f} nats/token",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import FOLDER
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.tokenizer_files import load_tokenizer
 
@@ -25,7 +26,7 @@ _LARGEST_SEED = 2**32 - 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face model folder with its tokenizer, quantized or not"
+        "model", metavar="MODEL", type=FOLDER, help="a Hugging Face model folder with its tokenizer, quantized or not"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(

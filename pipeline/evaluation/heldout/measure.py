@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from headrace.base.errors import DataError
+from headrace.base.task_figures import Figures
 from pipeline.evaluation.heldout.data import HeldOutData
 
 
-def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
+def measure(folder: Path, data: HeldOutData) -> Figures:
     """Runs `python -m pipeline.evaluation.heldout` on a folder; its progress bar appears on stderr.
 
     Returns:
@@ -33,7 +33,7 @@ def measure(folder: Path, data: HeldOutData) -> dict[str, Any]:
     return finite(folder, json.loads(done.stdout.splitlines()[-1]))
 
 
-def finite(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+def finite(folder: Path, result: Figures) -> Figures:
     """Returns the result, after a check that its perplexity is finite.
 
     Raises:

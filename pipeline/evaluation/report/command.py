@@ -13,6 +13,7 @@ import argparse
 from rich.console import Console
 
 from headrace.base.directory import write_text
+from headrace.base.paths import FOLDER, OUTPUT, PLACE, RUN, PathArgument
 from pipeline.evaluation.comparison.command import TABLE_WIDTH, add_comparison_arguments
 from pipeline.evaluation.comparison.frontier import measure_all
 from pipeline.evaluation.comparison.table import comparison_tables
@@ -23,16 +24,17 @@ from pipeline.evaluation.report.scope import scope
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments; the evaluation's have the defaults of `HeldOutData`."""
-    parser.add_argument("out", metavar="OUT.html", help="HTML file to write; an existing one is replaced")
+    parser.add_argument("out", metavar="OUT.html", type=OUTPUT, help="HTML file to write; an existing one is replaced")
     _add_named(
         parser,
         "--run",
         "RUN_DIR",
+        RUN,
         "a run directory, finished or training, and its name (repeatable)",
     )
     text = "a Hugging Face model folder or a directory with model.gguf, and its name (repeatable); KL is to the first"
-    _add_named(parser, "--model", "FOLDER", text)
-    parser.add_argument("--data", metavar="TOKENS", help="a tokens directory, for its held-out split")
+    _add_named(parser, "--model", "FOLDER", FOLDER, text)
+    parser.add_argument("--data", metavar="TOKENS", type=PLACE, help="a tokens directory, for its held-out split")
     add_window_arguments(parser)
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="evaluate about N tokens, evenly spaced; default: all"
@@ -70,5 +72,5 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_named(parser: argparse.ArgumentParser, flag: str, what: str, text: str) -> None:
-    parser.add_argument(flag, action="append", default=[], metavar=f"NAME={what}", help=text)
+def _add_named(parser: argparse.ArgumentParser, flag: str, metavar: str, path: PathArgument, text: str) -> None:
+    parser.add_argument(flag, action="append", default=[], metavar=f"NAME={metavar}", type=path.after_name(), help=text)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError
 from headrace.base.task_figures import figures_line
@@ -90,7 +91,7 @@ def _last_evaluation(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield task, f"{figures_line(rows[-1])} at step {rows[-1]['step']:,}"
 
 
-def _engine(config: dict[str, Any]) -> str:
+def _engine(config: ConfigTree) -> str:
     engine = _text(config, "engine")
     sharding = f", ZeRO-{_text(config, 'zero_optimization', 'stage')}" if engine == "deepspeed" else ""
     return f"{engine}{sharding}, {'bf16' if _at(config, 'bf16', 'enabled') else 'fp32'}"
@@ -104,7 +105,7 @@ def _layout(run: RunRecord, checkpoint: Path | None) -> str:
     return f"{sizes[-1]} processes" if sizes else "not recorded"
 
 
-def _teacher(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _teacher(config: ConfigTree) -> Iterator[tuple[str, str]]:
     teacher = _at(config, "distill", "logits") or _at(config, "distill", "teacher")
     if teacher is not None:
         temperature, alpha = _text(config, "distill", "temperature"), _text(config, "distill", "alpha")
@@ -131,7 +132,7 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600:,.0f} h {seconds % 3600 // 60:.0f} min"
 
 
-def _at(config: dict[str, Any], *keys: str) -> Any:
+def _at(config: ConfigTree, *keys: str) -> Any:
     """A nested value, or None if a level is absent or null."""
     here: Any = config
     for key in keys:
@@ -139,6 +140,6 @@ def _at(config: dict[str, Any], *keys: str) -> Any:
     return here
 
 
-def _text(config: dict[str, Any], *keys: str) -> str:
+def _text(config: ConfigTree, *keys: str) -> str:
     value = _at(config, *keys)
     return "not recorded" if value is None else str(value)

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
 from pipeline.runtime.metrics.journal import NAME, iterate_rows
-from pipeline.runtime.metrics.sinks import TASK
+from pipeline.runtime.metrics.sinks import TASK, JournalRow
 
 Series = npt.NDArray[np.float64]
 _SHOWN = ("step", "tokens", "loss", "cross_entropy", "kl", "lr", "grad_norm", "tokens_per_second", "seconds")
@@ -40,9 +39,9 @@ class RunRecord:
     path: Path
     manifest: Manifest
     columns: dict[str, Series]
-    evaluations: tuple[dict[str, Any], ...]
-    events: tuple[dict[str, Any], ...]
-    tasks: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    evaluations: tuple[JournalRow, ...]
+    events: tuple[JournalRow, ...]
+    tasks: dict[str, tuple[JournalRow, ...]] = field(default_factory=dict)
 
     def series(self, key: str) -> Series:
         """float64 [steps]: a metric of each step; NaN if a row lacks it."""
@@ -80,7 +79,7 @@ class RunRecord:
         """A figure of a task as (tokens trained on until then, value), float64 [evaluations with it]."""
         return self._figure([row for row in self.tasks.get(task, ()) if name in row], name)
 
-    def _figure(self, rows: Sequence[dict[str, Any]], name: str) -> tuple[Series, Series]:
+    def _figure(self, rows: Sequence[JournalRow], name: str) -> tuple[Series, Series]:
         at = np.array([row["step"] * self.tokens_per_step for row in rows], dtype=np.float64)
         return at, np.array([row[name] for row in rows], dtype=np.float64)
 
@@ -106,7 +105,7 @@ def read_run(name: str, path: Path) -> RunRecord:
     return RunRecord(name, path, manifest, columns, evaluations, events, tasks)
 
 
-def _read(path: Path) -> tuple[dict[str, Series], list[dict[str, Any]]]:
+def _read(path: Path) -> tuple[dict[str, Series], list[JournalRow]]:
     """The columns of the steps, and the other rows."""
     columns, rows = {key: array("d") for key in _SHOWN}, []
     for row in iterate_rows(path):
@@ -125,5 +124,5 @@ def _read(path: Path) -> tuple[dict[str, Series], list[dict[str, Any]]]:
     return {key: np.frombuffer(column) if column else np.empty(0) for key, column in columns.items()}, rows
 
 
-def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> tuple[dict[str, Any], ...]:
+def _of_kind(rows: Sequence[JournalRow], kind: str) -> tuple[JournalRow, ...]:
     return tuple(row for row in rows if row["kind"] == kind)

@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.table import Table
 from headrace.base.configfile import SUFFIXES, load
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.section import parse
-from headrace.base.task_figures import names_in, with_interval
+from headrace.base.task_figures import Figures, names_in, with_interval
 from pipeline.config.sections.evaluation import EvaluationSection, TaskSection
 from pipeline.evaluation.heldout import harness
 from pipeline.evaluation.tasks.encode import EncodedTask, open_tasks
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace, models: Mapping[str, Path]) -> int:
     if theirs:
         harness.check(args, theirs, models)
     opened = {name: _open(path, sections, args) for name, path in models.items()} if sections else {}
-    found: dict[str, dict[str, Any]] = {name: {} for name in models}
+    found: dict[str, Figures] = {name: {} for name in models}
     for name, (folder, tasks, length) in opened.items():
         found[name] |= _evaluated(folder, tasks, PassShape(1, args.batch_size, length))
     harnessed = harness.evaluate(args, theirs, models) if theirs else {}
@@ -106,7 +105,7 @@ def _open(
     return folder, open_tasks(sections, folder.path, length=length, field="--tasks"), length
 
 
-def _evaluated(folder: ModelFolder, tasks: Sequence[EncodedTask], shape: PassShape) -> dict[str, Any]:
+def _evaluated(folder: ModelFolder, tasks: Sequence[EncodedTask], shape: PassShape) -> Figures:
     from pipeline.evaluation.tasks.folder import folder_figures  # noqa: PLC0415  (brings in torch)
     from pipeline.models.folder.loading import load_model, pick_device  # noqa: PLC0415
 
@@ -126,7 +125,7 @@ def _metric(figures: Mapping[str, float], name: str) -> dict[str, float | None]:
     return {"value": figures[name], "low": figures.get(f"{name}_low"), "high": figures.get(f"{name}_high")}
 
 
-def _table(found: Mapping[str, dict[str, Any]]) -> Table:
+def _table(found: Mapping[str, Figures]) -> Table:
     """A row for each task and figure, a column for each model."""
     shown = harness.table_of_figures(
         found, "tasks", {"samples": "documents"}, _cell, lambda name: name.replace("_", " ")

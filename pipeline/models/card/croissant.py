@@ -14,6 +14,9 @@ from pipeline.models.card.dataset_card import summary_of, title_of
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.lineage import corpus_of
 
+JsonLd = dict[str, Any]
+"""A node of JSON-LD."""
+
 NAME = "croissant.json"
 VERSION = "http://mlcommons.org/croissant/1.1"
 _TERMS = (
@@ -21,7 +24,7 @@ _TERMS = (
     "jsonPath key md5 parentField path recordSet references regex repeated replace samplingRate separator source "
     "subField transform"
 )
-_CONTEXT: dict[str, Any] = {
+_CONTEXT: JsonLd = {
     "@language": "en",
     "@vocab": "https://schema.org/",
     "cr": "http://mlcommons.org/croissant/",
@@ -46,7 +49,7 @@ _INPUT_FIELDS = {
 }
 
 
-def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> dict[str, Any]:
+def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> JsonLd:
     """The metadata, as a JSON object for a file beside the manifest.
 
     Args:
@@ -80,12 +83,12 @@ def _or_gap(key: str, value: str | None, gaps: Gaps) -> str | None:
     return value
 
 
-def _creator(facts: CardFacts, gaps: Gaps) -> dict[str, Any] | None:
+def _creator(facts: CardFacts, gaps: Gaps) -> JsonLd | None:
     name = _or_gap("provider.name", facts.provider.name, gaps)
     return None if name is None else {"@type": "sc:Organization", "name": name}
 
 
-def _file(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _file(name: str, entry: JsonLd) -> JsonLd:
     return {
         "@type": "cr:FileObject",
         "@id": name,
@@ -97,7 +100,7 @@ def _file(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _record_sets(manifest: Manifest) -> list[dict[str, Any]]:
+def _record_sets(manifest: Manifest) -> list[JsonLd]:
     splits = [{"split": name, **corpus_of(manifest, split=name)} for name in manifest.details["splits"]]
     of_splits = [{key: split[key] for key in ("split", "documents", "tokens")} for split in splits]
     of_sources = [
@@ -112,7 +115,7 @@ def _record_sets(manifest: Manifest) -> list[dict[str, Any]]:
     return [*sets, _inputs()] if _INPUTS in manifest.files else sets
 
 
-def _inline(name: str, text: str, rows: list[dict[str, Any]], *, key: list[str]) -> dict[str, Any]:
+def _inline(name: str, text: str, rows: list[JsonLd], *, key: list[str]) -> JsonLd:
     """A record set whose records are in the metadata itself."""
     fields = [
         _field(f"{name}/{column}", "sc:Integer" if column in _SIZES else "sc:Text", _SIZES.get(column, column))
@@ -124,7 +127,7 @@ def _inline(name: str, text: str, rows: list[dict[str, Any]], *, key: list[str])
     return about | {"key": keys, "field": fields, "data": data}
 
 
-def _inputs() -> dict[str, Any]:
+def _inputs() -> JsonLd:
     fields = [
         _field(f"inputs/{column}", kind, text)
         | {"source": {"fileObject": {"@id": _INPUTS}, "extract": {"column": column}}}
@@ -134,5 +137,5 @@ def _inputs() -> dict[str, Any]:
     return about | {"description": "The input files that data prep read.", "field": fields}
 
 
-def _field(name: str, kind: str, text: str) -> dict[str, Any]:
+def _field(name: str, kind: str, text: str) -> JsonLd:
     return {"@type": "cr:Field", "@id": name, "name": name, "description": text, "dataType": kind}

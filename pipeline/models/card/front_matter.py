@@ -12,6 +12,9 @@ from headrace.base.task_figures import names_in
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.lineage import KEY
 
+FrontMatter = dict[str, Any]
+"""The YAML at the head of a model card, or a part of it."""
+
 _HUB_DATASET = re.compile(r"(?:hf://datasets/)?([\w.-]+/[\w.-]+)(?:@[\w.-]+)?(?:/.*)?")
 _SIZES = ((1e3, "n<1K"), (1e4, "1K<n<10K"), (1e5, "10K<n<100K"), (1e6, "100K<n<1M"), (1e7, "1M<n<10M"))
 _LARGE_SIZES = ((1e8, "10M<n<100M"), (1e9, "100M<n<1B"), (1e10, "1B<n<10B"), (1e11, "10B<n<100B"), (1e12, "100B<n<1T"))
@@ -22,15 +25,15 @@ def as_text(about: Mapping[str, Any]) -> str:
     return f"---\n{yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True)}---\n"
 
 
-def front_matter_of(text: str) -> dict[str, Any]:
+def front_matter_of(text: str) -> FrontMatter:
     """The YAML in front of a card, parsed."""
-    parsed: dict[str, Any] = yaml.safe_load(text.split("---\n", 2)[1])
+    parsed: FrontMatter = yaml.safe_load(text.split("---\n", 2)[1])
     return parsed
 
 
 def of_model(
     details: Mapping[str, Any], facts: CardFacts, gaps: Gaps, *, library: str | None, tags: Sequence[str], title: str
-) -> dict[str, Any]:
+) -> FrontMatter:
     """The Hub's metadata of a model: license, language, library, task, tags, data, and figures as a `model-index`.
 
     Args:
@@ -64,7 +67,7 @@ def of_dataset(
     documents: int,
     known_languages: Sequence[str],
     sources: Iterable[Mapping[str, Any]],
-) -> dict[str, Any]:
+) -> FrontMatter:
     """The Hub's metadata of a tokens directory.
 
     Args:
@@ -99,9 +102,9 @@ def hub_datasets(corpora: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             yield found[1]
 
 
-def _stated(facts: CardFacts, gaps: Gaps, known: list[str]) -> dict[str, Any]:
+def _stated(facts: CardFacts, gaps: Gaps, known: list[str]) -> FrontMatter:
     """License and languages, which the Hub asks of everything."""
-    about: dict[str, Any] = {}
+    about: FrontMatter = {}
     if known:
         about["language"] = known
     else:
@@ -113,7 +116,7 @@ def _stated(facts: CardFacts, gaps: Gaps, known: list[str]) -> dict[str, Any]:
     return about
 
 
-def _metrics(details: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _metrics(details: Mapping[str, Any]) -> Iterator[FrontMatter]:
     measured = details.get("after") or details.get("heldout") or {}
     names = {
         "loss": ("held-out loss, nats per token", "loss_nats"),
@@ -125,7 +128,7 @@ def _metrics(details: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": kind, "name": name, "value": measured[key]}
 
 
-def _result(details: Mapping[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(details: Mapping[str, Any], metrics: list[FrontMatter]) -> FrontMatter:
     split = (details.get("data") or {}).get("split", "heldout")
     return {
         "task": {"type": "text-generation", "name": "Text generation"},
@@ -134,7 +137,7 @@ def _result(details: Mapping[str, Any], metrics: list[dict[str, Any]]) -> dict[s
     }
 
 
-def _task_results(details: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _task_results(details: Mapping[str, Any]) -> Iterator[FrontMatter]:
     """The figures of each task; `args` has the interval and the number of samples."""
     for task, figures in (details.get("tasks") or {}).items():
         ends = {name: {end: figures.get(f"{name}_{end}") for end in ("low", "high")} for name in names_in(figures)}

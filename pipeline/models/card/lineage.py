@@ -21,6 +21,9 @@ from headrace.base.directory import MANIFEST, Manifest, read_manifest
 from headrace.base.errors import DataError
 from headrace.base.remote_directory import manifest_of
 
+Ancestor = dict[str, Any]
+"""A corpus, tokenizer, model or training in a lineage."""
+
 Lineage = dict[str, Any]
 KEY = "lineage"
 _SOURCE = re.compile(r"data\.sources\.(\d+)")
@@ -67,7 +70,7 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
     return {"corpora": corpora, "steps": steps}
 
 
-def _imported(checkpoint: Manifest) -> list[dict[str, Any]]:
+def _imported(checkpoint: Manifest) -> list[Ancestor]:
     """The checkpoint of another trainer that the run goes on from: nothing is known of its data."""
     found = checkpoint.details.get("imported")
     if found is None:
@@ -104,7 +107,7 @@ def _rebuilt(manifest: Manifest) -> Lineage:
     return {"corpora": [], "steps": [{"step": "training", **known}]}
 
 
-def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
     details, data = checkpoint.details, config.get("data") or {}
     length, samples = data.get("sequence_length"), details.get("samples")
     optimizer, scheduler = config.get("optimizer") or {}, config.get("scheduler") or {}
@@ -133,7 +136,7 @@ def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _teacher(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+def _teacher(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
     section = config.get("distill")
     if not section:
         return {}
@@ -143,7 +146,7 @@ def _teacher(checkpoint: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"teacher_fingerprint": teacher.get("fingerprint"), "distillation": plain}
 
 
-def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[Ancestor]:
     """Every dataset of a training, with its mixing weight and the sources that data prep took documents from."""
     sources = (config.get("data") or {}).get("sources") or []
     weights = _weights((checkpoint.details.get("curve") or {}).get("data") or {})
@@ -166,7 +169,7 @@ def _weights(mixture: Mapping[str, Any]) -> list[float]:
     return [weight / sum(given) for weight in given]
 
 
-def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]:
+def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> Ancestor:
     """Corpus and tokenizer from a tokens directory's manifest, if the run was trained on that version."""
     try:
         manifest = manifest_of(parent["path"], kind="tokens")
@@ -177,7 +180,7 @@ def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> dict[str, Any]
     return {**corpus_of(manifest, chosen=chosen), "tokenizer": tokenizer_of(manifest)}
 
 
-def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = None) -> dict[str, Any]:
+def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = None) -> Ancestor:
     """Sizes, sources, cleaning and deduplication of a split, from the manifest of a tokens directory.
 
     Args:
@@ -203,13 +206,13 @@ def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = No
     }
 
 
-def tokenizer_of(tokens: Manifest) -> dict[str, Any]:
+def tokenizer_of(tokens: Manifest) -> Ancestor:
     """Kind, vocabulary size and fingerprint of a corpus's tokenizer."""
     tokenizer = tokens.details.get("tokenizer") or {}
     return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
 
 
-def _published(tokens: Manifest, name: str) -> dict[str, Any]:
+def _published(tokens: Manifest, name: str) -> Ancestor:
     """The place of a source on the Hugging Face Hub, if data prep took it from there; other paths are not published."""
     for source in tokens.config.get("sources") or []:
         paths = [source["path"]] if isinstance(source.get("path"), str) else source.get("path") or []

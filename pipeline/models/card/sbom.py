@@ -20,13 +20,16 @@ from packaging.requirements import InvalidRequirement, Requirement
 from headrace.base.directory import Manifest, fingerprint_of
 from headrace.base.version import __version__
 
+BomPart = dict[str, Any]
+"""A part of a bill of materials in the format of CycloneDX."""
+
 NAME = "sbom.cdx.json"
 _TYPES = {"tokens": "data"}
 _LONGEST_LICENSE = 64
 """Longer texts in the field License are whole licenses, not names of one."""
 
 
-def sbom(manifest: Manifest, *, name: str) -> dict[str, Any]:
+def sbom(manifest: Manifest, *, name: str) -> BomPart:
     """Every installed distribution with version, license and dependencies.
 
     Args:
@@ -45,7 +48,7 @@ def sbom(manifest: Manifest, *, name: str) -> dict[str, Any]:
     links = [{"ref": _reference(found[key]), "dependsOn": sorted(_needed(found[key], found))} for key in sorted(found)]
     root = {"ref": "subject", "dependsOn": [_reference(found["headrace"])] if "headrace" in found else []}
     tool = {"type": "application", "name": "headrace", "version": __version__}
-    body: dict[str, Any] = {
+    body: BomPart = {
         "components": [python | {"version": platform.python_version()}, *parts],
         "dependencies": [root, *links],
     }
@@ -92,14 +95,14 @@ def _reference(of: Distribution) -> str:
     return f"pkg:pypi/{normalized(of.metadata['Name'])}@{quote(of.version, safe='')}"
 
 
-def _component(of: Distribution) -> dict[str, Any]:
+def _component(of: Distribution) -> BomPart:
     purl = _reference(of)
-    about: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": of.metadata["Name"], "version": of.version}
+    about: BomPart = {"type": "library", "bom-ref": purl, "name": of.metadata["Name"], "version": of.version}
     licenses = _licenses(of.metadata)
     return about | ({"licenses": licenses} if licenses else {}) | {"purl": purl}
 
 
-def _licenses(metadata: Any) -> list[dict[str, Any]]:
+def _licenses(metadata: Any) -> list[BomPart]:
     """The package's license: an SPDX expression (PEP 639), else the names in its classifiers or its field License."""
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]

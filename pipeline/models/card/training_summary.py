@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.models.card.facts import CardFacts, Gaps, SourceFacts
+from pipeline.models.card.lineage import Ancestor
 
 NAME = "training-content-summary.md"
 TEMPLATE = (
@@ -44,7 +45,7 @@ def size_range(tokens: int) -> str:
     return RANGES[0] if tokens < 1e9 else RANGES[1] if tokens <= 1e13 else RANGES[2]
 
 
-def distinct_sources(lineage: Mapping[str, Any]) -> list[dict[str, Any]]:
+def distinct_sources(lineage: Mapping[str, Any]) -> list[Ancestor]:
     """The sources of all corpora; one that several steps were trained on counts once."""
     found = {
         (corpus["fingerprint"], source["name"]): source
@@ -162,7 +163,7 @@ class _Sources:
         hub = f"; data prep took it from {source['hub']}" if source.get("hub") else ""
         return self._gaps.mark("sources[].kind", f"how the data was obtained, for: {', '.join(self._untold)}") + hub
 
-    def _of(self, *kinds: str) -> list[tuple[dict[str, Any], SourceFacts]]:
+    def _of(self, *kinds: str) -> list[tuple[Ancestor, SourceFacts]]:
         pairs = [(source, self._told[source["name"]]) for source in self._sources if source["name"] in self._told]
         return [(source, told) for source, told in pairs if told.kind in kinds]
 

@@ -25,6 +25,7 @@ from headrace.base.errors import DataError
 from headrace.base.foreign_json import read_json
 from pipeline.models.construction.buffers import keep_in_fp32
 from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.unfused_experts import folder_names, unfuse_experts
 
 _STORED = ("weight_packed", "weight_scale", "weight_shape", "weight")
@@ -62,8 +63,8 @@ def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -
     return model
 
 
-def _fields(folder: ModelFolder) -> dict[str, Any]:
-    section: dict[str, Any] = read_json(folder.path / "config.json")["quantization_config"]
+def _fields(folder: ModelFolder) -> HfFields:
+    section: HfFields = read_json(folder.path / "config.json")["quantization_config"]
     return {name: value for name, value in section.items() if name in QuantizationConfig.model_fields}
 
 

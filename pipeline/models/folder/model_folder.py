@@ -13,7 +13,7 @@ from headrace.base.errors import DataError
 from headrace.base.foreign_folders import what_it_is
 from headrace.base.foreign_json import read_json
 from headrace.base.remote_folder import local_folder
-from pipeline.models.folder.weight_files import EXPORT, TensorInfo, refuse_adapter, stored_tensors
+from pipeline.models.folder.weight_files import EXPORT, HfFields, TensorInfo, refuse_adapter, stored_tensors
 
 CONFIG = "config.json"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -31,7 +31,7 @@ class ModelFolder:
     """
 
     path: Path
-    config: dict[str, Any]
+    config: HfFields
     tensors: dict[str, TensorInfo]
     origin: str
 
@@ -122,7 +122,7 @@ class ModelFolder:
         raise DataError(f"{self.path / CONFIG} has no '{key}': not a language model's config\n  try: {EXPORT}")
 
 
-def scheme_groups(config: dict[str, Any]) -> list[dict[str, Any]]:
+def scheme_groups(config: HfFields) -> list[HfFields]:
     """The groups of layers in the quantization_config of a Hugging Face config, each with a scheme of its own."""
     return list(((config.get("quantization_config") or {}).get("config_groups") or {}).values())
 
@@ -139,7 +139,7 @@ def trained_data(path: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> HfFields:
     """Reads the config.json of a model folder, and refuses one that can be read in several ways.
 
     Raises:
@@ -159,7 +159,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+def _refuse_remote_code(path: Path, config: HfFields) -> None:
     """Refuses a model whose code is in its folder, which nothing here executes; known architectures do not need it."""
     code = config.get("auto_map")
     if not isinstance(code, dict) or not code.keys() & {"AutoConfig", "AutoModelForCausalLM"} or _has_package(config):
@@ -179,14 +179,14 @@ def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
         raise DataError(f"{path / CONFIG}: {why}\n  try: {remedy}")
 
 
-def _has_package(config: dict[str, Any]) -> bool:
+def _has_package(config: HfFields) -> bool:
     """Whether transformers has a package of the architecture's name, without the seconds that importing it takes."""
     found, kind = find_spec("transformers"), str(config.get("model_type") or "")
     places = (found and found.submodule_search_locations) or ()
     return kind.isidentifier() and any((Path(place) / "models" / kind).is_dir() for place in places)
 
 
-def _refuse_two_ropes(path: Path, config: dict[str, Any]) -> None:
+def _refuse_two_ropes(path: Path, config: HfFields) -> None:
     """Refuses `rope_scaling` beside `rope_parameters` that says otherwise: programs take one or the other."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if not isinstance(old, dict) or not isinstance(new, dict):
@@ -198,7 +198,7 @@ def _refuse_two_ropes(path: Path, config: dict[str, Any]) -> None:
         raise DataError(f"{path / CONFIG}: {why}\n  try: remove the one that is not meant")
 
 
-def _check_head(path: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+def _check_head(path: Path, config: HfFields, tensors: dict[str, TensorInfo]) -> None:
     """Refuses a folder whose config ties the head to the embedding, and whose files have a head of other values.
 
     transformers then unties them with a warning; others leave the head out. The two are the matrices [V, H] outside of
@@ -222,7 +222,7 @@ def _check_head(path: Path, config: dict[str, Any], tensors: dict[str, TensorInf
     )
 
 
-def _ties(config: dict[str, Any]) -> bool:
+def _ties(config: HfFields) -> bool:
     """Whether transformers ties the head: some never do, whatever the config says (BigBird-Pegasus's decoder)."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415  takes seconds
 

@@ -24,6 +24,9 @@ from headrace.base.errors import DataError
 from headrace.base.foreign_folders import file_beside
 from headrace.base.foreign_json import read_json
 
+HfFields = dict[str, Any]
+"""Fields of a Hugging Face config, as config.json has them."""
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 EXPORT = "make one with: headrace export RUN OUT"

@@ -121,7 +121,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 """Function -> (result, arguments)."""
 
 
-class _Entry(NamedTuple):
+class _BatchToken(NamedTuple):
     """A token of a batch: its position in its sequence, and whether its logits are wanted."""
 
     token: int
@@ -172,7 +172,7 @@ class Model:
             RuntimeError: llama.cpp does not run the model.
         """
         with self._context(len(ids), tokens=len(ids), sequences=1) as (context, batch):
-            entries = [_Entry(each, position, 0, wanted=True) for position, each in enumerate(ids)]
+            entries = [_BatchToken(each, position, 0, wanted=True) for position, each in enumerate(ids)]
             return self._decode(context, batch, entries)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
@@ -192,13 +192,13 @@ class Model:
         room = -(-(length + tokens) // _CONTEXT_STEP) * _CONTEXT_STEP
         with self._context(count * room, tokens=count * length, sequences=count) as (context, batch):
             entries = [
-                _Entry(each, position, sequence, wanted=position == length - 1)
+                _BatchToken(each, position, sequence, wanted=position == length - 1)
                 for sequence, prompt in enumerate(prompts)
                 for position, each in enumerate(prompt)
             ]
             made = [self._decode(context, batch, entries).argmax(-1).tolist()]
             for position in range(length, length + tokens - 1):
-                entries = [_Entry(each, position, sequence, wanted=True) for sequence, each in enumerate(made[-1])]
+                entries = [_BatchToken(each, position, sequence, wanted=True) for sequence, each in enumerate(made[-1])]
                 made.append(self._decode(context, batch, entries).argmax(-1).tolist())
         return [list(row) for row in zip(*made, strict=True)]
 
@@ -220,7 +220,7 @@ class Model:
             self._library.llama_batch_free(batch)
             self._library.llama_free(context)
 
-    def _decode(self, context: Any, batch: Any, entries: Sequence[_Entry]) -> npt.NDArray[np.float32]:
+    def _decode(self, context: Any, batch: Any, entries: Sequence[_BatchToken]) -> npt.NDArray[np.float32]:
         """Logits float32 [wanted, V] of the entries that want them."""
         batch.n_tokens = len(entries)
         for number, each in enumerate(entries):

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
+from safetensors import safe_open
 
 from headrace.base.errors import DataError
+from pipeline.models.folder.weight_files import stored_tensors
 from pipeline.models.gguf import architectures, libllama
 from pipeline.models.gguf.architectures import Array
 from pipeline.models.gguf.header import open_writer
 from pipeline.models.gguf.plan import GgufPlan, GgufTensor
-from pipeline.models.gguf.read_weights import Weights
 from pipeline.models.gguf.types import BY_GGUF, ROUNDING, UNWEIGHTED
 
 FILE = "model.gguf"
@@ -104,3 +106,20 @@ def encoded(value: Array, kind: GGMLQuantizationType, importance: Sequence[Array
         for part, each in zip(parts, weighed, strict=True)
     ]
     return np.concatenate(rows).reshape(*value.shape[:-1], -1)
+
+
+class Weights:
+    """The tensors of a folder's safetensors files.
+
+    Args:
+        folder: a Hugging Face folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {name: info.file for name, info in stored_tensors(folder).items()}
+
+    def read(self, name: str) -> Array:
+        """One tensor, fp32."""
+        with safe_open(self._files[name], framework="pt") as opened:
+            value: Array = opened.get_tensor(name).to(torch.float32).numpy()
+            return value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.routers import EXPERTS
 
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -20,7 +20,7 @@ _PERIODS = (
 """Names of the period at which layers have experts, in layers."""
 
 
-def few_experts(given: dict[str, Any]) -> dict[str, int]:
+def few_experts(given: HfFields) -> dict[str, int]:
     """Keys for four experts, two per token; where groups of experts are chosen first, for two groups of four."""
     chosen = {key: min(given[key], 2) for key in _CHOSEN if given.get(key)}
     groups = max(given.get(key) or 1 for key in _GROUPS)
@@ -31,14 +31,14 @@ def few_experts(given: dict[str, Any]) -> dict[str, int]:
     return chosen | few | {key: min(given[key] // 2 * 2, 8) for key in EXPERTS if given.get(key)}
 
 
-def with_experts_inside(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def with_experts_inside(given: HfFields) -> Iterator[tuple[str, HfFields]]:
     """Sections of a config that hold its number of experts, by key: `ffn_config` of DBRX."""
     return (
         (key, each) for key, each in given.items() if isinstance(each, dict) and not each.keys().isdisjoint(EXPERTS)
     )
 
 
-def depth_with_experts(given: dict[str, Any], total: int) -> int:
+def depth_with_experts(given: HfFields, total: int) -> int:
     """Layers until the first with experts, after one dense layer where dense ones come first; 0 without one."""
     period = max([1, *(given[key] for key in _PERIODS if isinstance(given.get(key), int))])
     dense, without = any(given.get(key) for key in DENSE_FIRST), given.get("mlp_only_layers") or []

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.hf_config import known_keys, one_line, optional_keys
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import DERIVED, WIDTHS, minimum_depth, per_layer, repeated
@@ -62,7 +63,7 @@ def scale(config: PretrainedConfig, width: float) -> PretrainedConfig:
     hidden = round(config.hidden_size * ratio)
     total = int(config.num_hidden_layers)
     depth = min(total, minimum_depth(given, total, _depth(total, ratio)))
-    small: dict[str, Any] = {**given}
+    small: HfFields = {**given}
     small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}
     small |= {key: _wide(value, ratio) for key, value in small.items() if key in WIDTHS and value}
     small |= {alias.get("num_hidden_layers", "num_hidden_layers"): depth}
@@ -81,7 +82,7 @@ def scale(config: PretrainedConfig, width: float) -> PretrainedConfig:
     return scaled
 
 
-def section_of(scaled: PretrainedConfig, original: PretrainedConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def section_of(scaled: PretrainedConfig, original: PretrainedConfig, given: Mapping[str, Any] | None) -> HfFields:
     """A scaled config as the `model.config` section of a training config.
 
     Args:
@@ -103,7 +104,7 @@ def _depth(total: int, ratio: float) -> int:
     return min(total, max(round(total * ratio), _FEWEST_LAYERS))
 
 
-def _heads(config: PretrainedConfig, given: dict[str, Any]) -> tuple[int, int, int]:
+def _heads(config: PretrainedConfig, given: HfFields) -> tuple[int, int, int]:
     """Heads, key/value heads and head size."""
     heads = int(global_value(config, "num_attention_heads"))
     groups = int(given.get("num_key_value_heads") or heads)
@@ -116,7 +117,7 @@ def _wide(value: Any, ratio: float) -> Any:
     return max(1, round(value * ratio / _WIDTH_MULTIPLE)) * _WIDTH_MULTIPLE
 
 
-def _check_known(config: PretrainedConfig, given: dict[str, Any]) -> None:
+def _check_known(config: PretrainedConfig, given: HfFields) -> None:
     remedy = "use an architecture with plain attention, e.g. llama, qwen3, mistral or qwen3_moe"
     if global_value(config, "num_attention_heads") is None:
         raise ConfigError("model.config.model_type", config.model_type, why="it has no attention heads", remedy=remedy)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from headrace.base.errors import ConfigError
+from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.experts import DENSE_FIRST, depth_with_experts, few_experts, with_experts_inside
@@ -100,7 +101,7 @@ def shrink(
     depth = max(minimum_depth(given, total, layers), depth_with_experts(given, total))
     if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
         depth *= 2
-    small: dict[str, Any] = {**given, "vocab_size": vocab_size}
+    small: HfFields = {**given, "vocab_size": vocab_size}
     # LongCat-Flash computes num_hidden_layers: two for each of its num_layers
     small |= dict.fromkeys([key for key in (alias.get(_LAYERS, _LAYERS), "num_layers") if key in given][:1], depth)
     small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
@@ -148,7 +149,7 @@ def not_reached(config: PretrainedConfig, *, lengths: tuple[int, int]) -> dict[s
     return {key: value for key, value in found.items() if _OF_POSITIONS.search(key) and tiny <= value < real}
 
 
-def _integers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+def _integers(values: HfFields, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _integers(value, f"{prefix}{key}.")
@@ -165,7 +166,7 @@ def _crossed(key: str, value: Any, real: int, tiny: int) -> Any:
     return value
 
 
-def minimum_depth(given: dict[str, Any], total: int, layers: int) -> int:
+def minimum_depth(given: HfFields, total: int, layers: int) -> int:
     """At least two layers, and enough for every layer type to appear (e.g. one global after five local ones).
 
     Zamba's "hybrid" layers share an attention block, for which transformers wants two of them.
@@ -186,7 +187,7 @@ def repeated(values: list[Any], count: int) -> list[Any]:
     return [values[i % len(values)] for i in range(count)]
 
 
-def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> dict[str, Any]:
+def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFields:
     """Number and size of heads, and a hidden size in the original proportion to them."""
     alias = config.attribute_map
     heads = int(global_value(config, "num_attention_heads"))
@@ -196,7 +197,7 @@ def _attention(config: PretrainedConfig, given: dict[str, Any], divide: int) -> 
     ratios = [r for r in range(1, ratio + 1) if ratio % r == 0 and (r > 1 or ratio == 1)]
     common = math.gcd(heads, divide)
     small_heads = next(small_groups * r for r in ratios if small_groups * r % common == 0)
-    sizes: dict[str, Any] = {alias.get("num_attention_heads", "num_attention_heads"): small_heads}
+    sizes: HfFields = {alias.get("num_attention_heads", "num_attention_heads"): small_heads}
     sizes |= {key: small_heads for key in _OTHER_HEADS if given.get(key)}
     if given.get("num_key_value_heads"):
         sizes["num_key_value_heads"] = small_groups
@@ -226,13 +227,13 @@ def _hidden_size(ratio: float, heads: int, *, unit: int) -> int:
     return heads + unit if ratio > 1 or heads <= unit else heads - unit
 
 
-def _unit(given: dict[str, Any]) -> int:
+def _unit(given: HfFields) -> int:
     """Divisor of widths: grouped products of experts take rows of a multiple of 16 bytes, eight numbers in bf16."""
     mixture = any(given.get(key) for key in EXPERTS) or any(True for _ in with_experts_inside(given))
     return 8 if mixture else 4
 
 
-def _states(given: dict[str, Any], hidden: int) -> dict[str, int]:
+def _states(given: HfFields, hidden: int) -> dict[str, int]:
     """Heads of Mamba-2 layers, whose sizes must multiply to the width of the layer (Bamba, Granite 4)."""
     if not all(isinstance(given.get(key), int) for key in ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
         return {}
@@ -247,7 +248,7 @@ def _states(given: dict[str, Any], hidden: int) -> dict[str, int]:
     return {"mamba_n_heads": heads, "mamba_d_head": width // heads, "mamba_n_groups": groups}
 
 
-def _single_layers(given: dict[str, Any], small: dict[str, Any], depth: int) -> dict[str, Any]:
+def _single_layers(given: HfFields, small: HfFields, depth: int) -> HfFields:
     """Sizes of single layers that differ from the others, scaled in proportion to the small model."""
     own = given.get("per_layer_config")
     if not own:
@@ -269,7 +270,7 @@ def _single_layers(given: dict[str, Any], small: dict[str, Any], depth: int) -> 
     return {"per_layer_config": sizes}
 
 
-def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int, layers: int) -> dict[str, Any]:
+def _widths(given: HfFields, hidden: int, small_hidden: int, divide: int, layers: int) -> HfFields:
     unit = math.lcm(4 * divide, _unit(given))
 
     def shrunk(width: int) -> int:
@@ -280,7 +281,7 @@ def _widths(given: dict[str, Any], hidden: int, small_hidden: int, divide: int, 
     return widths | {key: repeated(each, layers) for key, each in lists.items()}
 
 
-def _rope(given: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+def _rope(given: HfFields, config: PretrainedConfig) -> HfFields:
     """RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
     rope = given.get("rope_parameters")
     if not isinstance(rope, dict):

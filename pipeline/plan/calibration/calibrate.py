@@ -9,17 +9,19 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaModel
 
 from headrace.base.errors import ConfigError
 from pipeline.models.folder.loading import pick_device
 from pipeline.plan.calibration import measure
 from pipeline.plan.calibration.fit_links import links_of
-from pipeline.plan.calibration.measure_layer import host_seconds
+from pipeline.plan.calibration.measure import REPEATS, seconds_of
 from pipeline.plan.calibration.measure_links import RanksMeasured, between_ranks
 from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.run.out_of_memory import memory_of
@@ -27,16 +29,18 @@ from pipeline.runtime.machines.known import known_machines, machine_of_device
 from pipeline.runtime.machines.machine import CPU, Dtype, Machine, MeasuredProduct, MeasuredSection
 
 DEFAULT_FILE = "machine.json"
-
 _TRAINER_IMPORTS = (
     "import pipeline.run.session; from pipeline.runtime.metrics import memory; print(memory.resident_peak())"
 )
 """Program that prints the resident bytes of a process with the trainer's imports. It is text because the trainer
 imports the planner."""
-
 _TRAINING = 1.15
 """Resident bytes of a process that trains over those after the imports: gloo, threads of autograd, workspaces. 384 MB
 were 435 to 450 in runs of 2M parameters in one process and two."""
+_TOKENS, _HIDDEN = 8, 32
+"""Sizes so small that kernels take almost no time."""
+_FEW, _MANY = 2, 6
+"""Numbers of layers of the two models whose times are subtracted: work done once for all layers cancels."""
 
 
 def calibrate_command(file: str | None) -> int:
@@ -200,3 +204,36 @@ def _bytes(rates: measure.Ends) -> str:
 
 def _line(label: str, text: str) -> str:
     return f"{label:>14}  {text}"
+
+
+def host_seconds() -> tuple[float, float]:
+    """Seconds of a layer like Llama's on the CPU, eager, for one micro-batch: its forward and its backward pass.
+
+    Measured is the CPU time of this thread, which includes autograd's backward pass on a CPU: the result is a
+    difference of two measurements, and other work on the core may take longer than either.
+    """
+    few, many = _passes(_FEW), _passes(_MANY)
+    forward, backward = (max(0.0, (b - a) / (_MANY - _FEW)) for a, b in zip(few, many, strict=True))
+    return forward, backward
+
+
+def _passes(layers: int) -> tuple[float, float]:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=_HIDDEN,
+        intermediate_size=2 * _HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model, cpu = LlamaModel(config), torch.device("cpu")
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long)
+
+    def forward() -> torch.Tensor:
+        states: torch.Tensor = model(input_ids=ids).last_hidden_state
+        return states
+
+    alone = seconds_of(forward, cpu, repeats=2 * REPEATS, clock=time.thread_time)[1]
+    both = seconds_of(lambda: forward().sum().backward(), cpu, repeats=2 * REPEATS, clock=time.thread_time)[1]
+    return alone, both - alone

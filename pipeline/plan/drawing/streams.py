@@ -10,10 +10,9 @@ from markupsafe import Markup
 
 from headrace.base.html import html
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
-from pipeline.plan.predict.gathered_units import units_of
 from pipeline.plan.predict.overlap import Overlap, StreamEvent, overlapped
 from pipeline.plan.predict.rank_time import RankTime
-from pipeline.plan.predict.simulated_step import layer_costs
+from pipeline.plan.predict.simulated_step import layer_costs, units_of
 from pipeline.plan.predict.step_model import DataParallel
 
 _KINDS = {

@@ -14,7 +14,7 @@ from pipeline.run.before.summary import Entry
 
 
 @dataclass(frozen=True)
-class Source:
+class RunInputs:
     """The inputs of a run, from which another process can resolve it again.
 
     Attributes:
@@ -34,7 +34,7 @@ class Source:
     imbalance: float | None = None
 
 
-def execute(source: Source, *, ranks: Sequence[int], pp: int, engine: str) -> Executed:
+def execute(source: RunInputs, *, ranks: Sequence[int], pp: int, engine: str) -> Executed:
     """Executes a step as each rank of the pipeline in turn, and returns the rank that needs most memory.
 
     Progress is written to stderr. An interrupt ends the process that executes.
@@ -90,7 +90,7 @@ def _result_of(case: StepCase) -> dict[str, Any]:
     return result
 
 
-def _case(source: Source, rank: int, *, engine: str) -> StepCase:
+def _case(source: RunInputs, rank: int, *, engine: str) -> StepCase:
     # DeepSpeed makes the optimizer's states in its first step, and the peak is that of the last
     steps = 2 if engine == "deepspeed" else 1
     overrides = (*source.overrides, EAGER)

@@ -64,7 +64,7 @@ _SHAPE_READS = {
 """Operators whose result's shape or value is decided by numbers on the device."""
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """A dispatch mode that counts the work of a step on fake tensors.
 
     Entered within fake tensors, it counts from `begin` on; memory is followed from the start.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pipeline.plan.fake_gpu.device as fake  # isort: skip  before torch
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,8 +37,7 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import Recorder, pin
-from pipeline.plan.fake_gpu.zero import deepspeed_on_fake_device
+from pipeline.plan.fake_gpu.recorder import StepRecorder, pin
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
         mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
         section = run.config.zero_optimization
         offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
-        recorder = Recorder(
+        recorder = StepRecorder(
             memory,
             axes_of=lambda ranks: axes_of(run.topology, ranks),
             gloo=case.cpu,
@@ -118,7 +120,7 @@ def run_compiled_step(case: StepCase) -> None:
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
     with world(run.topology, case.pp_rank):
         mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
-        recorder = Recorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
+        recorder = StepRecorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)
@@ -190,3 +192,30 @@ def _batch(batch: BatchSizes, number: int, *, cp: int, masked: bool) -> StepBatc
         return MicroBatch(ids, labels, positions, documents)
 
     return StepBatch(number, [micro() for _ in range(batch.accumulation)], targets=batch.tokens)
+
+
+@contextlib.contextmanager
+def deepspeed_on_fake_device(*, rank: int, processes: int) -> Iterator[None]:
+    """Makes DeepSpeed take the fake device for CUDA within the block, in a process that runs one layout only.
+
+    Replaced are: moving a model to the device where it already is, which cannot replace fake parameters in place; and
+    comparisons of numbers between ranks, since there are no other ranks.
+    """
+    launcher = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ.update({"DS_ACCELERATOR": "cuda", **{key: str(value) for key, value in launcher.items()}})
+    import deepspeed.runtime.zero.parameter_offload as offload  # noqa: PLC0415  it looks for the device at import
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator  # noqa: PLC0415
+    from deepspeed.runtime.zero import utils  # noqa: PLC0415
+
+    compared = ("assert_lst_len_same_as_other_ranks", "assert_ints_same_as_other_ranks")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "to", _already_there))
+        for module in (utils, coordinator, offload):
+            for name in compared:
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, lambda *_args, **_kwargs: None))
+        yield
+
+
+def _already_there(module: nn.Module, *_args: Any, **_kwargs: Any) -> nn.Module:
+    return module

@@ -12,7 +12,7 @@ from headrace.base.cli import add_config_arguments
 from headrace.base.configfile import load
 from headrace.base.errors import EXIT_USAGE, ConfigError
 from headrace.base.lock import lock_file
-from headrace.base.paths import is_url
+from headrace.base.paths import LOCAL, is_url
 
 if TYPE_CHECKING:
     from pipeline.config.sections.run import RunSection
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--output", metavar="DIR", help="directory of all runs and results (default: run.dir + -ladder)"
+        "--output", metavar="DIR", type=LOCAL, help="directory of all runs and results (default: run.dir + -ladder)"
     )
     parser.add_argument("--rungs", type=int, default=4, metavar="N", help="model sizes (default: %(default)s)")
     text = "parameters of the smallest rung, as a share of the large model's (default: 1/32)"

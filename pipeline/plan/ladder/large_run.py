@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError
 from headrace.base.section import parse
 from pipeline.config.deepspeed.file import translate
@@ -33,7 +34,7 @@ _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
-class Counts:
+class ModelCounts:
     """Counts of a model.
 
     Attributes:
@@ -66,7 +67,7 @@ class LargeRun:
     flat: Mapping[str, Any]
     prepared: PreparedRun
     model: PretrainedConfig
-    counts: Counts
+    counts: ModelCounts
 
     @property
     def run(self) -> ResolvedRun:
@@ -91,7 +92,7 @@ class LargeRun:
             run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
         )
 
-    def count(self, config: PretrainedConfig) -> Counts:
+    def count(self, config: PretrainedConfig) -> ModelCounts:
         """Counts another model in the place of the run's."""
         given, dtype = self.run.config, model_dtype(self.run.config)
         model = build_meta(config, dtype=dtype, attn_implementation=given.model.attn_implementation)
@@ -127,18 +128,18 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
     return LargeRun(dict(raw), flat, prepared, config, _counts_of(prepared))
 
 
-def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(raw: Mapping[str, Any]) -> ConfigTree:
     """A config without its layout over devices; each step has the same samples."""
     return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
 
 
-def _counts_of(prepared: PreparedRun) -> Counts:
+def _counts_of(prepared: PreparedRun) -> ModelCounts:
     return _counts(prepared.size, tied=bool(prepared.hf_config.get("tie_word_embeddings")))
 
 
-def _counts(size: ModelSize, *, tied: bool) -> Counts:
+def _counts(size: ModelSize, *, tied: bool) -> ModelCounts:
     body = size.non_embedding(tied=tied)
-    return Counts(body, body + size.embedding, size.flops_per_token or 0.0)
+    return ModelCounts(body, body + size.embedding, size.flops_per_token or 0.0)
 
 
 def _parsed(raw: Mapping[str, Any]) -> Config:

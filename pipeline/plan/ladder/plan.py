@@ -18,10 +18,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.base.configfile import merge
+from headrace.base.configfile import ConfigTree, merge
 from headrace.base.errors import ConfigError
 from pipeline.models.resize.scale import scale, section_of
-from pipeline.plan.ladder.large_run import Counts, LargeRun
+from pipeline.plan.ladder.large_run import LargeRun, ModelCounts
 from pipeline.plan.laws.laws import step_law_batch, step_law_learning_rate
 
 _FEWEST_RUNGS = 3
@@ -80,7 +80,7 @@ class Rung:
     """A model size of a ladder."""
 
     model: PretrainedConfig
-    counts: Counts
+    counts: ModelCounts
 
     @property
     def name(self) -> str:
@@ -161,7 +161,7 @@ class Ladder:
             for exponent in exponents or range(-reach, reach + 1)
         ]
 
-    def config(self, run: LadderRun) -> dict[str, Any]:
+    def config(self, run: LadderRun) -> ConfigTree:
         """The training config of a run."""
         large = self.large
         share, given = run.steps / large.run.steps, large.flat["model"]
@@ -263,11 +263,11 @@ def _chosen(sizes: list[Rung], wanted: list[float]) -> list[Rung]:
     return found
 
 
-def _kept(section: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(section: Mapping[str, Any]) -> ConfigTree:
     return {key: value for key, value in section.items() if key not in ("path", "fresh", "keep_layers")}
 
 
-def _scheduler(large: LargeRun, share: float) -> dict[str, Any]:
+def _scheduler(large: LargeRun, share: float) -> ConfigTree:
     """The scheduler section with its numbers of steps at the same share of the run."""
     section, schedule = large.flat["scheduler"], large.run.schedule
     params = {key: value for key, value in section.get("params", {}).items() if key != "warmup_max_lr"}

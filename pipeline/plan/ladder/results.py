@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.base.configfile import merge
+from headrace.base.configfile import ConfigTree, merge
 from headrace.base.directory import MANIFEST, read_manifest, write_json
 from pipeline.plan.ladder.fit import Points
 from pipeline.plan.ladder.learning_rate import Chosen
@@ -84,12 +84,12 @@ def write_results(outcome: Outcome) -> None:
         write_json(output / CONFIG, large_config(outcome))
 
 
-def large_config(outcome: Outcome) -> dict[str, Any]:
+def large_config(outcome: Outcome) -> ConfigTree:
     """The large run's config with the learning rate of the ladder."""
     raw = dict(outcome.ladder.large.raw)
     params = (raw.get("scheduler") or {}).get("params", {})
     given = outcome.ladder.large.run.config.optimizer.params
-    changed: dict[str, Any] = {"optimizer": {"params": given.rates_at(outcome.learning_rate)}}
+    changed: ConfigTree = {"optimizer": {"params": given.rates_at(outcome.learning_rate)}}
     if params.get("warmup_max_lr") is not None:
         changed["scheduler"] = {"params": {"warmup_max_lr": outcome.learning_rate}}
     return merge(raw, changed)

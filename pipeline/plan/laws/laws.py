@@ -93,28 +93,28 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _LawSource:
     law: str
     source: str
     range: Range
 
 
-_STEP = _Source(
+_STEP = _LawSource(
     "Step Law",
     "Li et al. 2025, arXiv:2503.04715",
     Range((60e6, 1.1e9), (2, 1000), "60M to 1B parameters, 2B to 100B tokens; AdamW, cosine to 1e-5"),
 )
-_POWER = _Source(
+_POWER = _LawSource(
     "Power Lines",
     "Bergsma et al. 2025, arXiv:2505.13738",
     Range((111e6, 3.3e9), (20, 1000), "111M to 3.3B parameters, 20 tokens per parameter and more; AdamW, muP"),
 )
-_OLMO = _Source(
+_OLMO = _LawSource(
     "OLMo's ladder",
     "OLMo-core's model ladder, after Porian et al. 2024, arXiv:2406.19146",
     Range((5e6, 1.3e9), (10, 40), "5M to 1B parameters at 20 tokens per parameter; AdamW, beta2 0.95 to 0.99"),
 )
-_CHINCHILLA = _Source(
+_CHINCHILLA = _LawSource(
     "Chinchilla",
     "Hoffmann et al. 2022, arXiv:2203.15556",
     Range((44e6, 16e9), (0, 1e9), "44M to 16B parameters on web text"),
@@ -183,7 +183,7 @@ def suggestions(
 
 
 def _all(n: float, d: float, sequence_length: int, batch: float, lr: float) -> Iterator[Suggestion]:
-    def made(quantity: Quantity, source: _Source, value: float, formula: str) -> Suggestion:
+    def made(quantity: Quantity, source: _LawSource, value: float, formula: str) -> Suggestion:
         known = source.range
         return Suggestion(quantity, source.law, value, formula, source.source, known.text, known.holds(n, d))
 

@@ -8,7 +8,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.interval import Interval
 from pipeline.plan.predict.memory_plan import MemoryPlan, memory_plan
 from pipeline.plan.predict.model_costs import ModelCosts
-from pipeline.plan.predict.rates import HIGH, LOW, TYPICAL, Product, Rates, dtype_of, rates_of
+from pipeline.plan.predict.rates import HIGH, LOW, TYPICAL, Rates, TypicalProduct, dtype_of, rates_of
 from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.predict.step_model import StepModel
 from pipeline.plan.predict.step_time import StepTime, step_time, works_of
@@ -123,7 +123,7 @@ def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -
         machine,
         dtype_of(config.fp8, bf16=config.bf16.enabled, fp16=config.fp16.enabled),
         end,
-        product=Product(rows, widths.hidden, inner),
+        product=TypicalProduct(rows, widths.hidden, inner),
         # FSDP2 overlaps by CUDA streams: on a CPU its collectives are calls that return when they are done
         hidden=machine.gpu or config.engine == "deepspeed",
     )

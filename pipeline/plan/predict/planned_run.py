@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.imbalance import with_imbalance
 from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.runtime.machines.known import load_machine, machine_of_device
 from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks
 
@@ -180,3 +182,9 @@ def _vocabulary(config: Config, notes: list[str]) -> int:
         notes.append(f"The dataset is not there: {VOCABULARY:,} ids are assumed (model.config.vocab_size).")
         return VOCABULARY
     return 1  # the folder of the model says how many
+
+
+def present_machine(default: str) -> Machine:
+    """The shipped machine of this machine's GPU; the default without a GPU, or with one that is not known."""
+    found = machine_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return found or load_machine(default)

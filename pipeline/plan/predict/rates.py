@@ -19,7 +19,7 @@ LOW, TYPICAL, HIGH = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Product:
+class TypicalProduct:
     """A typical matrix product of a run: (m x k) by (k x n)."""
 
     m: int
@@ -71,7 +71,9 @@ def dtype_of(fp8: Fp8Section, *, bf16: bool, fp16: bool) -> str:
     return "bf16" if bf16 else "fp16" if fp16 else "fp32"
 
 
-def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None = None, hidden: bool = True) -> Rates:
+def rates_of(
+    machine: Machine, dtype: str, end: int, *, product: TypicalProduct | None = None, hidden: bool = True
+) -> Rates:
     """The rates at one end of their ranges.
 
     Args:
@@ -109,7 +111,7 @@ def rates_of(machine: Machine, dtype: str, end: int, *, product: Product | None 
     )
 
 
-def _products(machine: Machine, dtype: str, end: int, wanted: Product | None) -> float:
+def _products(machine: Machine, dtype: str, end: int, wanted: TypicalProduct | None) -> float:
     if machine.measured is not None and wanted is not None:
         nearest = _nearest(machine.measured.products, dtype, wanted)
         if nearest is not None:
@@ -121,7 +123,7 @@ def _link(section: LinkSection, share: float) -> Link:
     return Link(section.bytes_per_s * share, section.latency_s)
 
 
-def _nearest(products: tuple[MeasuredProduct, ...], dtype: str, wanted: Product) -> MeasuredProduct | None:
+def _nearest(products: tuple[MeasuredProduct, ...], dtype: str, wanted: TypicalProduct) -> MeasuredProduct | None:
     """The measured product with the nearest sizes, by the sum of the logarithms of their ratios."""
     sizes = (wanted.m, wanted.k, wanted.n)
 

@@ -73,7 +73,7 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
         # 1F1B joins each send with the next receive, and waits for both; GPipe waits for sends at the end
         return Program(tuple(noted), tuple(range(ranks)), waits_for_sends=schedule == "1f1b")
     placed = tuple(ours.rank_of(stage, ranks) for stage in range(ranks * virtual_stages))
-    own = [_Stage(index, len(placed), ranks, rank=rank) for index, rank in enumerate(placed) if rank == 0]
+    own = [_RecordedStage(index, len(placed), ranks, rank=rank) for index, rank in enumerate(placed) if rank == 0]
     table = kind(own, micro_batches, loss_fn=_no_loss, scale_grads=False).pipeline_order_with_comms
     return Program(tuple(tuple(_of_table(table[rank])) for rank in range(ranks)), placed, waits_for_sends=False)
 
@@ -88,7 +88,7 @@ def _of_table(actions: list[Any]) -> Iterator[Instruction]:
 
 def _run_loop(kind: Any, rank: int, ranks: int, micro_batches: int) -> tuple[Instruction, ...]:
     """Runs a schedule's loop over a stage that only notes its calls."""
-    stage = _Stage(rank, ranks, ranks, rank=rank)
+    stage = _RecordedStage(rank, ranks, ranks, rank=rank)
     schedule = kind(stage, micro_batches, scale_grads=False)
     schedule._initialize_stage = lambda *_: None
     schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
@@ -99,7 +99,7 @@ def _no_loss(*_: Any) -> None:
     raise AssertionError("nothing is computed")
 
 
-class _Stage:
+class _RecordedStage:
     """A stage for torch's schedules, which notes their calls, and computes and sends nothing."""
 
     submod = None

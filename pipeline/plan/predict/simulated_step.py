@@ -13,13 +13,13 @@ longer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.closed_form_times import PipelineTime
 from pipeline.plan.predict.collectives import Algorithm, RankGroup, collective_s, send_s
 from pipeline.plan.predict.communication import Transfer
-from pipeline.plan.predict.gathered_units import GatheredUnit, units_of
 from pipeline.plan.predict.overlap import LayerCosts, overlapped
 from pipeline.plan.predict.pipeline_simulation import StageTimes, Timeline, simulate_pipeline
 from pipeline.plan.predict.rank_time import RankTime
@@ -27,6 +27,46 @@ from pipeline.plan.predict.rates import Rates
 from pipeline.plan.predict.schedule_programs import program_of
 from pipeline.plan.predict.step_model import StepModel, data_parallel
 from pipeline.runtime.machines.machine import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredUnit:
+    """A unit of sharded weights.
+
+    Attributes:
+        name: "embedding", "layer 0" (the first of the rank), ..., "head".
+        elements: number of its weights on this rank, before sharding; without experts that no other rank holds.
+        forward_s, backward_s: seconds of a micro-batch's passes, with the communication for which they wait.
+    """
+
+    name: str
+    elements: int
+    forward_s: float
+    backward_s: float
+
+
+def units_of(rank: RankTime) -> list[GatheredUnit]:
+    """The units of a rank in the order of the forward pass.
+
+    The layers of a stage take equally long. A final norm counts with the head; a tied head with the embedding.
+    """
+    layout = rank.work.layout
+    model = layout.rank if layout.run.topology.edp > 1 else layout.apart()[0].rank
+    head = model.rest if not model.first else model.head if model.last and model.separate else 0
+    embedding = [GatheredUnit("embedding", model.rest - head, 0.0, 0.0)] if model.first else []
+    each = rank.inside / max(1, len(model.layers))
+    seconds = [
+        (stage.decoder.forward / stage.layers + each / 3, stage.decoder.backward / stage.layers + each * 2 / 3)
+        for stage in rank.stages
+        for _ in range(stage.layers)
+    ]
+    layers = [
+        GatheredUnit(f"layer {number}", elements, *passes)
+        for number, (elements, passes) in enumerate(zip(model.layers, seconds, strict=True))
+    ]
+    last = [stage.head for stage in rank.stages if stage.head.forward]
+    heads = [GatheredUnit("head", head, part.forward, part.backward) for part in last]
+    return [*embedding, *layers, *heads]
 
 
 def algorithms(operation: Operation, *, gpu: bool) -> tuple[Algorithm, ...]:

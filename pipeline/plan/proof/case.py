@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
+
 
 @dataclass(frozen=True)
 class Case:
@@ -24,7 +26,7 @@ class Case:
     """
 
     name: str
-    config: dict[str, Any]
+    config: ConfigTree
     processes: int = 1
     save: tuple[int, ...] = (1,)
     resume_from: tuple[str, int] | None = None

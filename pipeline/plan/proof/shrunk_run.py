@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from headrace.base.configfile import ConfigTree
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun
@@ -69,7 +70,7 @@ class ShrunkRun:
 
     topology: Topology
     notes: tuple[str, ...]
-    config: dict[str, Any]
+    config: ConfigTree
     precision: str
 
     def layout(self, name: str, *, precision: str, tokens: Path, **fields: Any) -> Case:
@@ -82,11 +83,11 @@ class ShrunkRun:
         case = self.layout(name, precision=precision, tokens=tokens, **fields)
         return replace(case, config=reference_config(case.config, dp=self.topology.dp), processes=1)
 
-    def _data(self, tokens: Path) -> dict[str, Any]:
+    def _data(self, tokens: Path) -> ConfigTree:
         return {**self.config["data"], "sources": [{"path": str(tokens)}]}
 
 
-def reference_config(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
+def reference_config(config: ConfigTree, *, dp: int) -> ConfigTree:
     """A layout's config for one plain process, with the same samples in every step."""
     kept = {key: value for key, value in config.items() if key not in _LAYOUT_KEYS}
     loss = {key: value for key, value in config.get("loss", {}).items() if key != "chunk"}
@@ -100,7 +101,7 @@ def reference_config(config: dict[str, Any], *, dp: int) -> dict[str, Any]:
     }
 
 
-def with_precision(config: dict[str, Any], precision: str) -> dict[str, Any]:
+def with_precision(config: ConfigTree, precision: str) -> ConfigTree:
     """The config in another precision: fp32, bf16 or fp16."""
     fp16 = {**config.get("fp16", {}), "enabled": precision == "fp16"}
     changed = {**config, "bf16": {"enabled": precision == "bf16"}, "fp16": fp16}
@@ -215,7 +216,7 @@ def proven_attention(section: ModelSection) -> str:
     return "sdpa" if given.startswith("flash_attention") else given
 
 
-def _shrink_parametrization(section: ModelSection, model: PretrainedConfig) -> dict[str, Any]:
+def _shrink_parametrization(section: ModelSection, model: PretrainedConfig) -> ConfigTree:
     """CompleteP from a base model of two layers, with half of the heads and of the width where they can be halved."""
     if section.parametrization == "standard":
         return {}
@@ -233,9 +234,9 @@ def _compile_notes(section: CompileSection) -> Iterator[str]:
         yield "proven without compilation, which is on by default on a GPU: compile.enabled true proves traced layers"
 
 
-def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
+def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> ConfigTree:
     """Replacements for parameters of an optimizer whose first state would not show the first gradient (SGD)."""
-    replaced: dict[str, Any] = {}
+    replaced: ConfigTree = {}
     given, need = optimizer.type, optimizer.kind.states_need
     if need and not optimizer.kind.states:
         replaced[need] = _MOMENTUM
@@ -247,7 +248,7 @@ def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> dict[str
     return replaced
 
 
-def _crossed_threshold(optimizer: OptimizerSection, notes: list[str]) -> dict[str, Any]:
+def _crossed_threshold(optimizer: OptimizerSection, notes: list[str]) -> ConfigTree:
     """A threshold of QK-Clip that the logits of a tiny model cross."""
     given = optimizer.params.qk_clip
     if given is None or given <= _LOGIT:
@@ -278,9 +279,9 @@ def _shrink_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
     return topology, 2 if replicated else dp * cp if shard > 1 else 1
 
 
-def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> dict[str, Any]:
+def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) -> ConfigTree:
     given = run.config.parallel
-    section: dict[str, Any] = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
+    section: ConfigTree = {"pp": topology.pp, "tp": topology.tp, "cp": topology.cp}
     section |= {"schedule": given.schedule, "cp_method": given.cp_method}
     if topology.ep > 1:
         section |= {"ep": topology.ep, "ep_overlap": run.overlaps_exchange}
@@ -289,9 +290,9 @@ def _shrink_parallel(run: ResolvedRun, topology: Topology, shard: int | None) ->
     return section if shard is None else {**section, "hybrid_shard_size": shard}
 
 
-def _shrink_loss(run: ResolvedRun, topology: Topology) -> dict[str, Any]:
+def _shrink_loss(run: ResolvedRun, topology: Topology) -> ConfigTree:
     loss = run.config.loss
-    section: dict[str, Any] = {"z_loss": loss.z_loss}
+    section: ConfigTree = {"z_loss": loss.z_loss}
     positions = run.batch.sequence_length // run.topology.cp
     if loss.chunk is not None and loss.chunk < positions:
         shrunk_positions = SEQUENCE // topology.cp
@@ -307,9 +308,9 @@ def _shrink_accumulation(run: ResolvedRun, topology: Topology) -> int:
     return min(accumulation, 2) if accumulation < 2 * run.topology.pp else 4
 
 
-def _shrink_zero(run: ResolvedRun, work: Path) -> dict[str, Any]:
+def _shrink_zero(run: ResolvedRun, work: Path) -> ConfigTree:
     zero = run.config.zero_optimization
-    section: dict[str, Any] = zero.model_dump(mode="json", exclude_none=True)
+    section: ConfigTree = zero.model_dump(mode="json", exclude_none=True)
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(zero, name).device
         if device == "none":

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError, DataError
 from pipeline.plan.proof.case import Case, CaseResult, read_cases, read_result, write_result
 from pipeline.run.preload import preload
@@ -79,7 +79,7 @@ def _preload_for(cases: Sequence[Case]) -> None:
         compile_async_io()  # the time limit is of a case, not of a compiler
 
 
-def _offloads_to_disk(config: dict[str, Any]) -> bool:
+def _offloads_to_disk(config: ConfigTree) -> bool:
     zero = config.get("zero_optimization", {})
     return any(zero.get(name, {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param"))
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError
 from pipeline.config.load import as_sets, changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -107,7 +108,7 @@ def applied(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
     return replace(resolve(config, world_size=run.topology.world_size), imbalance=run.imbalance)
 
 
-def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
+def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
     """Changes of one setting; whether a rule allows them is checked later."""
     yield from _batches(run)
     yield from _sharding(run)
@@ -115,7 +116,7 @@ def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
     yield from _kernels(run)
 
 
-def _batches(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+def _batches(run: ResolvedRun) -> Iterator[ConfigTree]:
     """Other micro-batches of the same global batch, and activation checkpointing."""
     config, micro = run.config, run.batch.micro
     derived = {} if config.gradient_accumulation_steps is None else {"gradient_accumulation_steps": None}
@@ -126,7 +127,7 @@ def _batches(run: ResolvedRun) -> Iterator[dict[str, Any]]:
     yield from ({"memory.activation_checkpointing": mode} for mode in sorted(modes))
 
 
-def _sharding(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+def _sharding(run: ResolvedRun) -> Iterator[ConfigTree]:
     config, topology = run.config, run.topology
     yield from ({"zero_optimization.stage": each} for each in range(4) if each != config.zero_optimization.stage)
     if config.parallel.hybrid_shard_size is None and topology.dp * topology.cp > _NODE:
@@ -135,7 +136,7 @@ def _sharding(run: ResolvedRun) -> Iterator[dict[str, Any]]:
         yield {"zero_optimization.offload_optimizer.device": "cpu"}
 
 
-def _axes(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
+def _axes(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
     """Other sizes of an axis, and other schedules of a pipeline."""
     sparse = ("ep",) if widths.experts else ()
     for axis in ("tp", "pp", "cp", *sparse):
@@ -150,7 +151,7 @@ def _axes(run: ResolvedRun, widths: Widths) -> Iterator[dict[str, Any]]:
         yield {"parallel.virtual_stages": run.virtual_stages * 2}
 
 
-def _kernels(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+def _kernels(run: ResolvedRun) -> Iterator[ConfigTree]:
     if run.config.compile.enabled is False:
         yield {"compile.enabled": True}
     if run.config.loss.chunk is None:

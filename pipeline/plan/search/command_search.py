@@ -22,8 +22,7 @@ from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.fewest_nodes import fewest_nodes
 from pipeline.plan.search.search import Candidate, Search, allowed, search, simulated
 from pipeline.plan.search.search_page import Table, page
-from pipeline.plan.search.verify import Verified, verify
-from pipeline.plan.search.winner import winner_of, write_config
+from pipeline.plan.search.verify import Verified, verify, winner_of, write_config
 from pipeline.plan.show import money_text
 from pipeline.run.before.memory_summary import shown_bytes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.planned_run import PlannedRun
@@ -16,7 +16,7 @@ from pipeline.runtime.machines.machine import Machine
 MOST_NODES = 4096
 
 
-def fewest_nodes(planned: PlannedRun) -> tuple[int, dict[str, Any]] | None:
+def fewest_nodes(planned: PlannedRun) -> tuple[int, ConfigTree] | None:
     """The fewest nodes on which a layout fits, and the settings of the fastest layout that fits.
 
     Powers of two are tried, then the numbers between the last two that the batch divides over.

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, ResolvedRun
 from pipeline.config.sections.layout import SCHEDULES
 from pipeline.runtime.machines.machine import Machine
 
-_DEEPSPEED_ONLY: dict[str, Any] = {
+_DEEPSPEED_ONLY: ConfigTree = {
     "data_types.grad_accum_dtype": None,
     "zero_optimization.reduce_bucket_size": None,
     "zero_optimization.overlap_comm": None,
@@ -45,7 +46,7 @@ class Axes:
 
 def layouts(
     run: ResolvedRun, machine: Machine, *, experts: int = 0, fp8: Mapping[str, Any] | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ConfigTree]:
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
     Args:

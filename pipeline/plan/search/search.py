@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.base.configfile import ConfigTree
 from headrace.base.errors import ConfigError
 from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -89,7 +90,7 @@ def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
     return Search(len(found), refused, time.monotonic() - started, found)
 
 
-def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> dict[str, Any] | None:
+def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> ConfigTree | None:
     """Settings of fp8 that a run on this machine accepts, experts in bf16 where it refuses theirs; None without any."""
     if not run.config.bf16.enabled or run.config.fp8.enabled or "fp8" not in machine.peak_flops:
         return None
@@ -169,7 +170,7 @@ def _has(candidate: Candidate, costs: ModelCosts) -> bool:
     return True
 
 
-def different(run: ResolvedRun, sets: Mapping[str, Any]) -> dict[str, Any]:
+def different(run: ResolvedRun, sets: Mapping[str, Any]) -> ConfigTree:
     """The settings that differ from the run's config; sizes of 1 count as absent."""
     kept = {key: value for key, value in sets.items() if _value(run, key) != value}
     axes = ("parallel.pp", "parallel.tp", "parallel.cp", "parallel.ep")

@@ -1,14 +1,19 @@
-"""Executes the steps of candidate layouts on fake tensors, to measure their memory with the engine itself."""
+"""Executes the steps of candidate layouts on fake tensors, to measure their memory; writes the config of the best."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from headrace.base.configfile import ConfigTree, overridden, set_value
+from headrace.base.shipped import find_shipped
 from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.plan.fake_gpu.case import StepCase, case_process
@@ -20,6 +25,8 @@ _PROCESSES = 2
 """Number of processes that execute steps at the same time."""
 _ACCUMULATED = 2
 """Micro-batches of a step that is executed."""
+_AS_FAST = 1.01
+"""Ratio of times up to which two layouts count as equally fast: the intervals of their times are wider by far."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +120,38 @@ def _verified(candidate: Candidate, result: dict[str, object], rank: int, planne
     footprint = planned.costs.shares(candidate.run).footprint
     formula = peak_memory(candidate.run, footprint, pp_rank=rank, cpu=not planned.machine.gpu).total
     return Verified(candidate, candidate.peak - formula + report["peak"])
+
+
+def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None:
+    """The layout with the fewest changed settings among those that fit and are within 1 % of the fastest.
+
+    Layouts in another precision than the config's are no candidates: their loss curve is another one. Of several with
+    equally few changes, that with the smallest peak is taken.
+    """
+    fitting = [each for each in verified if each.fits(memory) and "fp8.enabled" not in each.candidate.sets]
+    if not fitting:
+        return None
+    fastest = min(each.candidate.step_s for each in fitting)
+    equal = [each for each in fitting if each.candidate.step_s <= _AS_FAST * fastest]
+    return min(equal, key=lambda each: (_changes(each.candidate), each.candidate.peak))
+
+
+def write_config(candidate: Candidate, path: Path, *, config: str, overrides: Sequence[str]) -> None:
+    """Writes a config that extends the one of the search.
+
+    Args:
+        candidate: the layout.
+        path: path of the new file.
+        config: path of the config of the search.
+        overrides: overrides that the search was given, as texts of `--set`.
+    """
+    source = Path(config) if Path(config).exists() else find_shipped(Path(config)) or Path(config)
+    raw: ConfigTree = overridden({}, overrides)
+    for key, value in candidate.sets.items():
+        set_value(raw, key, list(value) if isinstance(value, tuple) else value)
+    raw = {"extends": os.path.relpath(source.resolve(), path.parent.resolve()), **raw}
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _changes(candidate: Candidate) -> int:
+    return sum(value is not None for value in candidate.sets.values())

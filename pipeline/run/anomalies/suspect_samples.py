@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from headrace.base.directory import Manifest, read_manifest
 from headrace.base.errors import DataError, HeadraceError
+from headrace.base.paths import RUN
 from headrace.base.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -38,7 +39,7 @@ _IN_LOSS, _NOT_IN_LOSS, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `python -m pipeline samples`."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory")
+    parser.add_argument("run", metavar="RUN", type=RUN.as_path(), help="a run directory")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", metavar="N", type=_range, help=f"the samples of a step: {_RANGE}")
     which.add_argument("--sample", metavar="I", type=_range, help=f"samples by global number, as in events: {_RANGE}")

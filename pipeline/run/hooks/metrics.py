@@ -12,10 +12,10 @@ from pipeline.run.rank_of_run import RankOfRun
 
 def make(context: HookContext) -> Hook:
     """Makes the hook."""
-    return Metrics(context.here)
+    return StepMetrics(context.here)
 
 
-class Metrics(Hook):
+class StepMetrics(Hook):
     """Reports a step's numbers once the hooks before it have completed them.
 
     Args:

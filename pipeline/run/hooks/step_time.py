@@ -20,10 +20,10 @@ def make(context: HookContext) -> Hook:
     """Makes the hook."""
     here = context.here
     peak = peak_flops(here.engine.device_name, bf16=here.run.config.bf16.enabled)
-    return StepTime(context.clock, here.run, context.group, flops=here.prepared.size.flops_per_token, peak=peak)
+    return MeasuredStepTime(context.clock, here.run, context.group, flops=here.prepared.size.flops_per_token, peak=peak)
 
 
-class StepTime(Hook):
+class MeasuredStepTime(Hook):
     """Measures steps.
 
     Args:

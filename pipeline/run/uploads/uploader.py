@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from headrace.base.directory import MANIFEST, Manifest, write_json
 from headrace.base.errors import DataError
@@ -36,10 +36,11 @@ from headrace.base.remote_run import (
 )
 from headrace.base.storage import StorageError, delete, objects_below, upload
 from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import iso_time
 
 T = TypeVar("T")
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[JournalRow], None]
 """Function that tells rank 0 an event."""
 LINKS = ".uploading"
 """Folder of hard links in the run's directory."""
@@ -101,7 +102,7 @@ class _State:
         seconds = now - self.sent[0][0] if self.sent else 0.0
         return sum(count for _, count in self.sent) / max(seconds, 1.0)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JournalRow:
         """Step and time of the newest checkpoint in the store, the backlog, bytes per second, and errors."""
         left = dict(self.left)
         return {
@@ -342,7 +343,7 @@ class Uploader:
             self._told_at = now
         self._tell({"event": "upload_failing", **self._row()})
 
-    def _row(self) -> dict[str, Any]:
+    def _row(self) -> JournalRow:
         with self._lock:
             return self._state.row()
 

@@ -24,6 +24,7 @@ from headrace.base.remote_run import UPLOADS, claim, is_own, pull, working_direc
 from headrace.base.storage import patiently
 from pipeline.config.sections.run import Config
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
+from pipeline.runtime.metrics.sinks import JournalRow
 
 _END_S, _AFTER_AN_ERROR_S = 120.0, 20.0
 """Seconds for the last small files at the end of a run, and after an error."""
@@ -62,7 +63,7 @@ class Uploads:
         self._silent_s = config.watchdog.heartbeat_timeout
         self._lease: Lease | None = None
         self._process: subprocess.Popen[str] | None = None
-        self._told: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._told: queue.Queue[JournalRow] = queue.Queue()
         self._started = self._said = 0.0
         self._lost = self._asked = False
         self._progress: tuple[Any, float] = (None, time.monotonic())
@@ -159,7 +160,7 @@ class Uploads:
             return found
         return {}
 
-    def _events(self) -> Iterator[dict[str, Any]]:
+    def _events(self) -> Iterator[JournalRow]:
         if self._process is None:
             return
         assert self._lease is not None
@@ -211,24 +212,24 @@ def _taken(url: str, *, silent_s: float) -> Lease:
         raise ConfigError("run.dir", url, why=why, remedy="wait for it, end it, or choose another run.dir") from None
 
 
-def _line(event: dict[str, Any], step: int, url: str | None) -> str | None:
+def _line(event: JournalRow, step: int, url: str | None) -> str | None:
     """The line that is printed for an event; None where there is none."""
     make = _LINES.get(event["event"])
     return None if make is None else make({**event, "step": step, "run": url})
 
 
-def _uploaded(event: dict[str, Any]) -> str:
+def _uploaded(event: JournalRow) -> str:
     size, rate = event["bytes"] / 1e6, event["bytes"] / 1e6 / max(event["seconds"], 1e-3)
     return f"step {event['step']}: checkpoint uploaded to {event['url']} ({size:,.1f} MB, {rate:,.1f} MB/s)"
 
 
-def _failing(event: dict[str, Any]) -> str:
+def _failing(event: JournalRow) -> str:
     newest = f"the newest there is of step {event['durable_step']}" if event["durable_step"] else "it has none yet"
     left = f"{event['backlog_bytes'] / 1e6:,.1f} MB wait"
     return f"WARNING: {event['error']}\n  training goes on, and it is tried again; {newest}, and {left}"
 
 
-_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
+_LINES: dict[str, Callable[[JournalRow], str]] = {
     "uploaded": _uploaded,
     "upload_failing": _failing,
     "upload_skipped": lambda event: (

@@ -10,11 +10,10 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from headrace.base.listening import listening_socket
 from pipeline.config.sections.run import WatchdogSection
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
+from pipeline.runtime.faults.heartbeat_messages import Message, MessageDecoder, encode, greeting
 from pipeline.runtime.faults.monitor import ServerAddress
 from pipeline.runtime.launch import Launch, Rendezvous
 from pipeline.runtime.launch.rendezvous import store_call
@@ -97,7 +96,7 @@ def heartbeat_timeout(config: WatchdogSection, world_size: int) -> float:
 
 
 def connect(
-    address: ServerAddress, registration: dict[str, Any], *, local: bool
+    address: ServerAddress, registration: Message, *, local: bool
 ) -> tuple[socket.socket, MessageDecoder] | None:
     """A connection on which the server has confirmed the registration, or None when no address leads to the server.
 

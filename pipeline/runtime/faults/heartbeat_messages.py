@@ -9,6 +9,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+Message = dict[str, Any]
+"""A message between a rank and the heartbeat server."""
+
 MAX_LINE_BYTES = 1 << 20
 """Longest line; a longer one is not of this protocol and is dropped."""
 
@@ -17,7 +20,7 @@ DIAGNOSIS = b'{"diagnosis":'
 """Beginning of the line of a diagnosis."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
@@ -38,7 +41,7 @@ class MessageDecoder:
         """The beginning of a line whose end has not arrived."""
         return self._incomplete
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any] | str]:
+    def feed(self, data: bytes) -> Iterator[Message | str]:
         """Takes received bytes; yields the lines that are complete."""
         *complete, self._incomplete = (self._incomplete + data).split(b"\n")
         if len(self._incomplete) > MAX_LINE_BYTES:
@@ -47,7 +50,7 @@ class MessageDecoder:
             yield _decode(line)
 
 
-def _decode(line: bytes) -> dict[str, Any] | str:
+def _decode(line: bytes) -> Message | str:
     text = line.decode(errors="replace")
     try:
         value = json.loads(text)

@@ -22,11 +22,10 @@ from typing import Any
 
 from headrace.base.cli import ERROR_FILE
 from headrace.base.processes import STOPPED, TRACED, machine, raise_file_limit, state_of
-from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
+from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose, parse_faulthandler_dump
 from pipeline.runtime.faults.end_processes import Process, kill_ranks, ranks_to_kill
-from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
+from pipeline.runtime.faults.heartbeat_messages import Message, MessageDecoder, encode, greeting
 from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, print_report, with_timeout
-from pipeline.runtime.faults.stack_dumps import parse_faulthandler_dump
 
 REGISTRATION_S = 120.0
 """Seconds until ranks without any heartbeat are reported, and until a server that no rank has reached exits."""
@@ -177,9 +176,7 @@ class HeartbeatServer:
         if not data:
             self._disconnect(client, now)
 
-    def _handle(
-        self, client: socket.socket, connection: _Connection, message: dict[str, Any] | str, now: float
-    ) -> bool:
+    def _handle(self, client: socket.socket, connection: _Connection, message: Message | str, now: float) -> bool:
         """Handles one message; False when the client is not a rank of this run and is to be disconnected."""
         if connection.status is None:
             if isinstance(message, str):
@@ -307,7 +304,7 @@ def _has_own_error(status: RankStatus) -> bool:
     return status.error is not None and not status.secondary
 
 
-def _updated(status: RankStatus, message: dict[str, Any], now: float) -> RankStatus:
+def _updated(status: RankStatus, message: Message, now: float) -> RankStatus:
     """The status after a heartbeat: fields that the message lacks stay as they were."""
     changed: dict[str, Any] = {
         key: message[key] for key in ("step", "phase", "finished", "error", "secondary", "collective") if key in message

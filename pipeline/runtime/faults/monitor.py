@@ -17,10 +17,9 @@ from typing import Any, Literal, Self
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.processes import machine, state_of
-from pipeline.runtime.faults.diagnosis import SETTLE_S
+from pipeline.runtime.faults.diagnosis import SETTLE_S, thread_stack
 from pipeline.runtime.faults.end_processes import exit_now, kill_ranks
-from pipeline.runtime.faults.heartbeat_messages import DIAGNOSIS, MessageDecoder, encode
-from pipeline.runtime.faults.stack_dumps import thread_stack
+from pipeline.runtime.faults.heartbeat_messages import DIAGNOSIS, Message, MessageDecoder, encode
 from pipeline.runtime.launch.local import OWN_ERROR_S
 
 _FINISHED = encode({"finished": True})
@@ -69,7 +68,7 @@ class ServerAddress:
         return cls(fields["port"], fields["token"], tuple(fields["hosts"]), fields["interval_s"])
 
 
-def registration(rank: int) -> dict[str, Any]:
+def registration(rank: int) -> Message:
     """The first message of a rank: the identity of this process."""
     return {
         "rank": rank,
@@ -254,10 +253,10 @@ class Monitor(threading.Thread):
             exit_now(EXIT_LOST)
         return bool(data)
 
-    def _heartbeat(self) -> dict[str, Any]:
+    def _heartbeat(self) -> Message:
         """Position and, when it has changed, the stack."""
         position = self._position()
-        message: dict[str, Any] = {"phase": position.phase, "step": position.step}
+        message: Message = {"phase": position.phase, "step": position.step}
         message |= {"transitions": position.transitions, "ticks": position.ticks}
         stack = thread_stack(threading.main_thread().ident or 0)
         if stack != self._sent_stack:
@@ -267,7 +266,7 @@ class Monitor(threading.Thread):
             message["collective"] = changed
         return message
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         with self._lock, suppress(OSError):  # a disconnect is noticed on receiving
             if self._socket is not None:
                 self._socket.sendall(encode(message))

@@ -20,6 +20,7 @@ from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from headrace.base.foreign_json import json_row
 from headrace.base.processes import STOPPED, TRACED, machine, state_of
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
+from pipeline.runtime.metrics.sinks import JournalRow
 
 T = TypeVar("T")
 FILE_NAME = "faults.jsonl"
@@ -66,7 +67,7 @@ def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, 
     return "\n".join([*lines, f"  try: {_remedy(diagnosis, at_fault[0])}"])
 
 
-def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> dict[str, Any]:
+def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> JournalRow:
     """The report as a row of `faults.jsonl`; `seconds` as in `Diagnosis`.
 
     Of thousands of ranks the first are described, and the others are numbers: `further` of them, in `further_ranks`.
@@ -90,7 +91,7 @@ def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world
     }
 
 
-def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) -> dict[str, Any]:
+def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) -> JournalRow:
     """A row of `faults.jsonl` for hosts that do not answer the agents of the others.
 
     Args:
@@ -135,7 +136,7 @@ def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, mast
     return with_timeout(3.0, lambda: _append(run_dir / FILE_NAME, {**row, "start": token}, tokens), default=True)
 
 
-def read_faults(run_dir: str | Path) -> list[dict[str, Any]]:
+def read_faults(run_dir: str | Path) -> list[JournalRow]:
     """The faults of a run, oldest first."""
     path = Path(run_dir) / FILE_NAME
     rows = map(json_row, path.read_bytes().splitlines() if path.exists() else ())

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DataError
 from headrace.base.foreign_json import read_json
 from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.time_sums import TimeSums
 from pipeline.runtime.metrics.times import seconds_of
 
@@ -117,7 +117,7 @@ class Goodput:
         """Goodput, from 0 to 1."""
         return self.spent.goodput
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JournalRow:
         """Fields of an event `goodput`, and of `headrace status --json`: seconds but for `share` and `attempts`."""
         return {"share": self.share, "wall": self.wall, **asdict(self.spent), "attempts": len(self.attempts)}
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.runtime.faults.report import read_faults
-from pipeline.runtime.goodput.lost_steps import LostSteps, lost_steps
 from pipeline.runtime.metrics.attempts_journal import read_events
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import seconds_of
 
 _VERBS = {
@@ -21,6 +21,62 @@ _VERBS = {
     "failed": "failed",
 }
 _UNKNOWN = "killed without a word: SIGKILL of all ranks (scancel, out of memory), or the loss of rank 0's host"
+
+
+@dataclass(frozen=True)
+class LostSteps:
+    """Steps of one attempt whose rows a resume or a rollback has removed from the metrics.
+
+    Attributes:
+        since, until: times of the first and the last row that was removed, since the epoch.
+        steps: number of steps.
+        seconds: seconds of the steps, from report to report, compilations included.
+        compile_s: seconds of compilations among them.
+        evaluation_s: seconds of evaluations among the removed rows.
+        checkpoint_s: seconds in which training waited for checkpoints, by the removed rows.
+        exchange_s: seconds of exchanges between islands among the removed rows.
+    """
+
+    since: float
+    until: float
+    steps: int
+    seconds: float
+    compile_s: float = 0.0
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    exchange_s: float = 0.0
+
+    def of(self, group: Sequence[Mapping[str, Any]], until: float | None) -> bool:
+        """Whether the attempt with these events trained the steps; the next attempt, if any, began at `until`."""
+        begun = seconds_of(group[0]["time"]) or 0.0
+        return begun <= self.since and (until is None or self.since < until)
+
+
+def lost_steps(events: Iterable[Mapping[str, Any]]) -> list[LostSteps]:
+    """All lost steps of a run, oldest first; damaged events are left out.
+
+    A start that is killed after it has recorded what it is about to remove leaves it to the next one, which records the
+    same rows again: the newest of the events whose rows overlap in time counts.
+    """
+    found: list[LostSteps] = []
+    for event in events:
+        lost = _lost(event) if event.get("event") == "lost" else None
+        if lost is not None:
+            found = [each for each in found if each.until < lost.since or lost.until < each.since]
+            found.append(lost)
+    return sorted(found, key=lambda each: each.since)
+
+
+def _lost(event: Mapping[str, Any]) -> LostSteps | None:
+    since, until = seconds_of(event.get("since")), seconds_of(event.get("until"))
+    if since is None or until is None:
+        return None
+    names = ("compile", "evaluation", "checkpoint", "exchange")
+    try:
+        parts = {f"{name}_s": float(event.get(f"{name}_seconds", 0.0)) for name in names}
+        return LostSteps(since, until, int(event["steps"]), float(event["seconds"]), **parts)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -80,7 +136,7 @@ def read_attempts(
         last_time: time of the last row of metrics, in seconds since the epoch; None without rows.
     """
     events, damaged = read_events(run_dir)
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[JournalRow]] = {}
     for event in events:
         groups.setdefault(str(event.get("attempt")), []).append(event)
     begun = [group for group in groups.values() if group[0]["event"] == "start"]
@@ -109,14 +165,14 @@ def fault_line(row: Mapping[str, Any]) -> str:
 
 def _attempt(
     number: int,
-    group: list[dict[str, Any]],
+    group: list[JournalRow],
     last: Mapping[str, Any],
-    faults: list[dict[str, Any]],
+    faults: list[JournalRow],
     lost: list[LostSteps],
     *,
     runs: bool,
 ) -> RecordedAttempt:
-    of: dict[str, dict[str, Any]] = {}
+    of: dict[str, JournalRow] = {}
     for event in group:
         of.setdefault(event["event"], event)  # a rollback trains more than once
     start, training, end = of["start"], of.get("training", {}), of.get("end")
@@ -150,16 +206,14 @@ def _attempt(
     )
 
 
-def _reloading(group: Sequence[dict[str, Any]], lost: Sequence[LostSteps]) -> float:
+def _reloading(group: Sequence[JournalRow], lost: Sequence[LostSteps]) -> float:
     """Seconds between the last step that a rollback has removed and the next one, over all rollbacks of an attempt."""
     again = [seconds_of(row["time"]) or 0.0 for row in group if row["event"] == "training"][1:]
     before = ([each.until for each in lost if each.until <= time] for time in again)
     return sum(time - max(until) for time, until in zip(again, before, strict=True) if until)
 
 
-def _faults_between(
-    faults: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]], until: float | None
-) -> list[dict[str, Any]]:
+def _faults_between(faults: Sequence[JournalRow], group: Sequence[JournalRow], until: float | None) -> list[JournalRow]:
     since = seconds_of(group[0]["time"]) or 0.0
     times = ((row, seconds_of(row.get("time"))) for row in faults)
     return [row for row, time in times if time is not None and since <= time and (until is None or time < until)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.paths import RUN
 from pipeline.runtime.goodput.failures.model import (
     DAY,
     HOUR,
@@ -18,8 +19,7 @@ from pipeline.runtime.goodput.failures.model import (
     expected_goodput,
     with_best_interval,
 )
-from pipeline.runtime.goodput.failures.sensitivity import GoodputGain, sensitivity
-from pipeline.runtime.goodput.failures.simulation import Simulated, simulate
+from pipeline.runtime.goodput.failures.simulation import GoodputGain, Simulated, sensitivity, simulate
 from pipeline.runtime.goodput.measured import MeasuredGoodput, inputs_of, kept_share, read_measured
 from pipeline.runtime.goodput.text import goodput_text
 from pipeline.runtime.metrics.times import clock
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=kind, metavar="N", help=field.metadata["meaning"])
     text = "compare with this run's measurements, and use them for options that are not given (repeatable)"
-    parser.add_argument("--run", action="append", default=[], metavar="RUN", help=text)
+    parser.add_argument("--run", action="append", default=[], metavar="RUN", type=RUN, help=text)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="simulated runs (default: 200)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

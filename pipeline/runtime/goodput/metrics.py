@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from headrace.base.foreign_json import json_row
-from pipeline.runtime.metrics.journal import NAME
-from pipeline.runtime.metrics.sinks import TASK
-from pipeline.runtime.metrics.task_figures import newest_figures
+from pipeline.runtime.metrics.journal import NAME, newest_figures
+from pipeline.runtime.metrics.sinks import TASK, JournalRow
 from pipeline.runtime.metrics.time_sums import SumsByAttempt
 from pipeline.runtime.metrics.times import seconds_of
 
@@ -38,15 +38,15 @@ class Metrics:
         damaged: number of damaged lines, which were skipped.
     """
 
-    step: dict[str, Any] = field(default_factory=lambda: {"step": 0})
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    step: JournalRow = field(default_factory=lambda: {"step": 0})
+    evaluation: JournalRow = field(default_factory=dict)
+    tasks: dict[str, JournalRow] = field(default_factory=dict)
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     sums: SumsByAttempt = field(default_factory=SumsByAttempt)
     checkpoints: dict[int, float] = field(default_factory=dict)
     shares: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    exchange: dict[str, Any] | None = None
+    events: list[JournalRow] = field(default_factory=list)
+    exchange: JournalRow | None = None
     first_time: float | None = None
     last_time: float | None = None
     damaged: int = 0
@@ -105,7 +105,7 @@ def _add(metrics: Metrics, line: bytes) -> None:
         _add_event(metrics, row, step, time)
 
 
-def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | None) -> None:
+def _add_event(metrics: Metrics, row: JournalRow, step: int, time: float | None) -> None:
     event = row.get("event")
     if event == "checkpoint" and time is not None:
         metrics.checkpoints[step] = time
@@ -115,3 +115,17 @@ def _add_event(metrics: Metrics, row: dict[str, Any], step: int, time: float | N
         metrics.shares = row
     if event in _NOTABLE or row.get("lost"):
         metrics.events.append(row)
+
+
+def seconds_left(metrics: Metrics, *, steps: int | None) -> float | None:
+    """The estimated rest of a run, evaluations and checkpoints included; None where it is not known yet.
+
+    Measured in wall-clock time over the last steps, without breaks of more than ten times the median: restarts.
+    """
+    recent = list(metrics.recent)
+    laps = [later[1] - earlier[1] for earlier, later in pairwise(recent) if later[0] > earlier[0]]
+    if steps is None or not laps:
+        return None
+    median = sorted(laps)[len(laps) // 2]
+    kept = [lap for lap in laps if lap <= 10 * median + 1]
+    return max(0, steps - int(metrics.step["step"])) * sum(kept) / len(kept)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.foreign_json import json_row
+from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import iso_time
 
 NAME = "attempts.jsonl"
@@ -32,7 +33,7 @@ def append_event(run_dir: Path, event: str, **fields: Any) -> bool:
     return True
 
 
-def read_events(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+def read_events(run_dir: Path) -> tuple[list[JournalRow], int]:
     """The events in order, and the number of damaged lines, which are skipped; none where there is no journal."""
     try:
         lines = (run_dir / NAME).read_bytes().split(b"\n")
@@ -42,7 +43,7 @@ def read_events(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
     return [event for event in parsed if event is not None], sum(event is None for event in parsed)
 
 
-def parse_row(line: bytes, *, key: str = "event") -> dict[str, Any] | None:
+def parse_row(line: bytes, *, key: str = "event") -> JournalRow | None:
     """The JSON object of a line that has a time and a text under `key`; None for any other line."""
     row = json_row(line)
     return row if row is not None and isinstance(row.get(key), str) and "time" in row else None

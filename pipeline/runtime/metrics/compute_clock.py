@@ -20,7 +20,7 @@ from torch import nn
 
 
 @dataclass
-class _Step:
+class _StepMeasurements:
     """Measurements of a step.
 
     Attributes:
@@ -54,7 +54,7 @@ class ComputeClock:
 
     def __init__(self, modules: Sequence[nn.Module], *, gpu: bool) -> None:
         self._gpu, self._started = gpu, dict[nn.Module, Any]()
-        self._steps: list[_Step] = []
+        self._steps: list[_StepMeasurements] = []
         # after the hook that gathers weights, and before the one that frees them
         self._hooks = [
             each
@@ -72,7 +72,7 @@ class ComputeClock:
 
     def begin(self, samples: int) -> None:
         """Begins a step in which this rank computes so many samples."""
-        self._steps.append(_Step(samples))
+        self._steps.append(_StepMeasurements(samples))
 
     def take(self) -> tuple[float, int]:
         """(seconds of forward passes, samples) since the call before, of the steps that a device has completed."""

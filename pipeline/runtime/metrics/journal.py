@@ -12,13 +12,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.base.errors import TrainingError
 from headrace.base.foreign_json import json_row
+from pipeline.runtime.metrics.sinks import TASK, JournalRow
 from pipeline.runtime.metrics.time_sums import SumsByAttempt, TimeSums
 from pipeline.runtime.metrics.times import iso_time
 
@@ -81,7 +82,7 @@ class Journal:
         self._warned = bool(self._unwritten)
 
 
-def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> list[dict[str, Any]]:
+def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> list[JournalRow]:
     """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning.
 
     Rows of other kinds than the one, or those, that are asked for are not parsed: steps are nearly all, and there may
@@ -90,7 +91,7 @@ def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None)
     return list(iterate_rows(run_dir, kind=kind))
 
 
-def iterate_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+def iterate_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> Iterator[JournalRow]:
     """Yields the rows of `read_rows` one by one: a million of them take a gigabyte. The warning comes at the end."""
     path, damaged = Path(run_dir) / NAME, list[str]()
     kinds = {kind} if isinstance(kind, str) else kind
@@ -164,7 +165,17 @@ def _bytes_until(file: BinaryIO, step: int) -> int:
     return 0
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _row(line: bytes) -> JournalRow | None:
     """The row of a line; None if the line is damaged."""
     row = json_row(line)
     return row if row is not None and "kind" in row and isinstance(row.get("step"), int) else None
+
+
+def newest_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, JournalRow]:
+    """Task -> its figures, with their step, of the newest of its rows in a journal."""
+    left_out = ("kind", "time", "seconds")
+    return {
+        str(row["kind"]).removeprefix(TASK): {key: value for key, value in row.items() if key not in left_out}
+        for row in rows
+        if str(row["kind"]).startswith(TASK)
+    }

@@ -8,10 +8,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+JournalRow = dict[str, Any]
+"""A row of a journal: of `metrics.jsonl`, `attempts.jsonl` or `faults.jsonl`."""
+
 HELD_OUT, TASK = "eval", "task/"
 """Kind of the rows of held-out evaluations; prefix of the kind of a task's rows, which its name follows."""
 
-_Row = tuple[str, int, dict[str, Any]]
+_Row = tuple[str, int, JournalRow]
 """Kind, step and values."""
 
 

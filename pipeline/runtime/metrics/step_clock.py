@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from pipeline.runtime.metrics.sinks import JournalRow
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class StepCost:
     mfu: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JournalRow:
         """Values of a row of metrics."""
         times = {"seconds": self.seconds, "data_wait_seconds": self.data_wait_seconds}
         speed = {"tokens_per_second": self.tokens_per_second, **({"mfu": self.mfu} if self.mfu else {})}

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.run import StragglersSection
 from pipeline.config.topology import Topology
 from pipeline.runtime.metrics.own_time import CoreClock, host_seconds, kernel_seconds, profiled
+from pipeline.runtime.metrics.sinks import JournalRow
 
 T = TypeVar("T")
 _HISTORY = 10
@@ -88,7 +89,7 @@ class StragglerReport:
     seconds: float = 0.0
     every: int | None = None
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JournalRow:
         """Values of an event in the journal."""
         seconds = [each.seconds for each in self.times]
         slowest = sorted(range(len(seconds)), key=lambda rank: -self.ratios[rank])[:_LISTED_RANKS]
@@ -107,7 +108,7 @@ class StragglerReport:
             for rank in self.named
         ] + ([rarer] if self.every else [])
 
-    def _entry(self, rank: int) -> dict[str, Any]:
+    def _entry(self, rank: int) -> JournalRow:
         own = self.times[rank]
         entry = {"rank": rank, "host": self.hosts[rank], "seconds": own.seconds, "ratio": self.ratios[rank]}
         return entry | asdict(own)

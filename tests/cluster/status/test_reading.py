@@ -26,15 +26,14 @@ from pipeline.cluster.status.command import show_log
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of
 from pipeline.cluster.status.run import RunReader, RunStatus, read_status
-from pipeline.cluster.status.slurm_reasons import in_words
+from pipeline.cluster.status.slurm import in_words
 from pipeline.cluster.status.text import lines_of
-from pipeline.cluster.status.time_left import seconds_left
 from pipeline.config.sections.node_checks import NodeChecksSection
 from pipeline.run.attempts import locked_attempt
 from pipeline.runtime.faults import watchdog
 from pipeline.runtime.faults.monitor import RankPosition
 from pipeline.runtime.faults.report import append_fault_once, read_faults
-from pipeline.runtime.goodput.metrics import MetricsReader
+from pipeline.runtime.goodput.metrics import MetricsReader, seconds_left
 from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.environment import SINGLE_PROCESS
 from pipeline.runtime.metrics.attempts_journal import NAME, append_event, read_events

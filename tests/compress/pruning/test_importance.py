@@ -12,8 +12,8 @@ import torch
 from headrace.base.section import parse
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.importance import Sums, Windows, gather
-from pipeline.compress.pruning.report import unseen_line
 from pipeline.compress.pruning.rules import PruningPlan, prepare
+from pipeline.compress.pruning.run import unseen_line
 from pipeline.compress.pruning.selection import Kept, residual_scores, select, top, unseen_experts
 from pipeline.compress.pruning.stored_sums import fingerprint, load_sums
 from pipeline.data.micro_batch import MicroBatch, make_batch
@@ -157,7 +157,7 @@ def test_layouts_agree_where_attention_stays_within_documents(tokens: Path, tmp_
 
 MEASURED = """
 import sys
-import pipeline.compress.pruning.latency as latency
+import pipeline.compress.pruning.gathering as latency
 from headrace.base.cli import guarded
 from headrace.base.configfile import load
 from headrace.base.section import parse

@@ -17,7 +17,7 @@ from headrace.base.directory import read_manifest, staging_path, verify
 from headrace.base.section import parse
 from pipeline.compress.pruning.axes import GROUPS
 from pipeline.compress.pruning.config import PruneConfig
-from pipeline.compress.pruning.latency import measure_ratio
+from pipeline.compress.pruning.gathering import measure_ratio
 from pipeline.compress.pruning.rules import prepare
 from pipeline.compress.pruning.stored_sums import work_directory
 from pipeline.models.folder.model_folder import ModelFolder

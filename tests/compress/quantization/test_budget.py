@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from headrace.base.section import parse
 from pipeline.compress.quantization.assignment import LayerScheme, unit_of
 from pipeline.compress.quantization.budget import UNCHANGED, Budget, QuantizedUnit
-from pipeline.compress.quantization.choice import choose
 from pipeline.compress.quantization.config import QuantizeConfig
+from pipeline.compress.quantization.mixed import choose
 from pipeline.compress.quantization.rules import prepare
 from pipeline.compress.quantization.sensitivity import changed, measure_units, rounded
 from pipeline.models.folder.loading import load_model

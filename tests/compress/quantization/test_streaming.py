@@ -160,7 +160,7 @@ def test_one_layer_is_in_memory_at_a_time(model: Path, tokens: Path, tmp_path: P
     from pipeline.compress.quantization import streaming  # noqa: PLC0415
 
     seen = []
-    original = streaming._Parts.packed
+    original = streaming._PartwiseModel.packed
 
     def packed(parts: Any, layer: Any, scales: Any) -> Any:
         real = {name for name, p in parts.model.named_parameters() if not p.is_meta}
@@ -168,7 +168,7 @@ def test_one_layer_is_in_memory_at_a_time(model: Path, tokens: Path, tmp_path: P
         seen.append((real == within, len(real)))
         return original(parts, layer, scales)
 
-    monkeypatch.setattr(streaming._Parts, "packed", packed)
+    monkeypatch.setattr(streaming._PartwiseModel, "packed", packed)
     streamed(plan_of(tmp_path, model, tokens, **GPTQ))
     assert seen == [(True, 9), (True, 9)]  # 7 matrices and 2 norms
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from data_prep.clean.chain import Kept, build_chain
+from data_prep.clean.chain import CleanedText, build_chain
 from data_prep.config.cleaning import parse_steps
 
 
 def run(step: str, text: str, *, record: dict[str, Any] | None = None, **keys: Any) -> str:
     """The text after the step, or "-- REASON" if the step drops it."""
     outcome = build_chain(parse_steps([{"step": step, **keys}])).clean(text, record or {})
-    if isinstance(outcome, Kept):
+    if isinstance(outcome, CleanedText):
         return outcome.text
     assert outcome.step == step
     return f"-- {outcome.reason}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from data_prep.clean import chain, words
-from data_prep.clean.chain import Dropped, Kept, build_chain
+from data_prep.clean.chain import CleanedText, Dropped, build_chain
 from data_prep.clean.ngrams import NGrams
 from data_prep.config.cleaning import SECTIONS, CleaningSteps, StepSection, parse_steps
 from headrace.base.errors import ConfigError
@@ -29,14 +29,14 @@ class Config(Section):
 def test_steps_run_in_order_and_the_first_drop_ends_it() -> None:
     here = build_chain(parse_steps([{"step": "pii"}, {"step": "c4"}, {"step": "gopher_quality"}]))
     assert here.clean("Mail a@b.org", {}) == Dropped("c4", "too few sentences")
-    assert here.clean(PROSE + "Mail a@b.org now, please.\nmenu", {}) == Kept(
+    assert here.clean(PROSE + "Mail a@b.org now, please.\nmenu", {}) == CleanedText(
         PROSE + "Mail email@example.com now, please."
     )
     assert here.edits == {"pii": 2, "c4": 1}
 
 
 def test_an_empty_chain_keeps_everything() -> None:
-    assert build_chain([]).clean("", {}) == Kept("")
+    assert build_chain([]).clean("", {}) == CleanedText("")
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n", ".", "a", "\ud800", "#", "{", "@", "http://", "0.0.0.0", "漢" * 3])
@@ -141,7 +141,7 @@ def test_memory_is_linear_in_the_length_of_the_text() -> None:
     here = build_chain(parse_steps([{"step": "gopher_quality", "max_words": None}]))
     here.clean("warm", {})
     tracemalloc.start()
-    assert isinstance(here.clean(text, {}), Kept)
+    assert isinstance(here.clean(text, {}), CleanedText)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60 * len(text)  # bytes

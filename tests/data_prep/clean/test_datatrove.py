@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.clean.chain import Dropped, Kept, build_chain
+from data_prep.clean.chain import CleanedText, Dropped, build_chain
 from data_prep.config.cleaning import parse_steps
 from headrace.base.errors import ConfigError
 from tests.data_prep.clean.one_step import PROSE, run
@@ -69,7 +69,7 @@ def decisions(step: str, documents: list[str], **keys: Any) -> list[str]:
     """For each document, "kept" or the reason for the drop."""
     here = build_chain(parse_steps([{"step": step, **keys}]))
     outcomes = [here.clean(text, {}) for text in documents]
-    return ["kept" if isinstance(outcome, Kept) else outcome.reason for outcome in outcomes]
+    return ["kept" if isinstance(outcome, CleanedText) else outcome.reason for outcome in outcomes]
 
 
 @needs_datatrove
@@ -106,14 +106,14 @@ def test_with_our_words_most_decisions_are_the_same(step: str, name: str, least:
 def test_a_datatrove_filter_can_be_used_by_its_name() -> None:
     pattern = {"regex_exp": "headrace"}
     here = build_chain(parse_steps([{"step": "datatrove", "filter": "RegexFilter", "args": pattern}]))
-    assert isinstance(here.clean("no such word", {}), Kept)
+    assert isinstance(here.clean("no such word", {}), CleanedText)
     assert here.clean(PROSE, {}) == Dropped("datatrove.RegexFilter", "filtered")
 
 
 @needs_datatrove
 def test_a_filter_may_change_the_text() -> None:
     here = build_chain(parse_steps([{"step": "datatrove", "filter": "C4QualityFilter"}]))
-    assert here.clean(PROSE + "menu\n", {}) == Kept(PROSE.strip())
+    assert here.clean(PROSE + "menu\n", {}) == CleanedText(PROSE.strip())
     assert here.edits == {"datatrove.C4QualityFilter": 1}
 
 

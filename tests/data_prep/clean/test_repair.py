@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.clean.chain import Chain, Kept, build_chain
+from data_prep.clean.chain import Chain, CleanedText, build_chain
 from data_prep.config.cleaning import parse_steps
 from tests.data_prep.clean.one_step import run
 
@@ -63,7 +63,7 @@ def assert_same_as_ftfy(keys: dict[str, Any], text: str) -> None:
     if not keys.get("control_characters", True):
         theirs |= dict.fromkeys(["remove_control_chars", "remove_terminal_escapes", "fix_surrogates"], False)
     outcome = chain(**keys).clean(text, {})
-    assert (outcome.text if isinstance(outcome, Kept) else "") == ftfy.fix_text(text, **theirs)
+    assert (outcome.text if isinstance(outcome, CleanedText) else "") == ftfy.fix_text(text, **theirs)
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -106,7 +106,7 @@ def test_runs_without_documents_are_allowed(tmp_path: Path) -> None:
 def test_ranges_cover_every_hash_once() -> None:
     words = np.array([0, 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
     for parts in (1, 2, 3, 4, 7, 1000):
-        cuts = [table.Range(part, parts).cut(words) for part in range(parts)]
+        cuts = [table.HashRange(part, parts).cut(words) for part in range(parts)]
         assert [n for cut in cuts for n in range(len(words))[cut]] == list(range(len(words)))
 
 

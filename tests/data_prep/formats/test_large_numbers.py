@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.dedup.table import RUN_BITS, Range, run_and_index, run_slice
+from data_prep.dedup.table import RUN_BITS, HashRange, run_and_index, run_slice
 from data_prep.formats.memory_map import map_array
 from data_prep.formats.tokenfile import MAX_DOCUMENT_TOKENS, TokenFile, TokenFileWriter
 from data_prep.tasks.sorted_runs import DOCUMENT, DocumentMetadata, RunStream, RunWriter, SortedRun
@@ -91,7 +91,7 @@ def test_items_of_the_last_runs_that_there_may_be_are_told_apart() -> None:
 
 def test_ranges_of_hashes_meet_at_2_63_and_leave_none_out() -> None:
     words = np.array([0, 2**31, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)
-    cuts = [words[Range(part, 2).cut(words)].tolist() for part in (0, 1)]
+    cuts = [words[HashRange(part, 2).cut(words)].tolist() for part in (0, 1)]
     assert cuts == [[0, 2**31, 2**63 - 1], [2**63, 2**64 - 1]]
 
 

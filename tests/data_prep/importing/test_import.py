@@ -15,7 +15,7 @@ import pytest
 from data_prep.formats.maskfile import open_mask
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from data_prep.importing import command
-from data_prep.importing.command import Choices, import_tokens
+from data_prep.importing.command import StatedFacts, import_tokens
 from data_prep.tokenizer.load import describe
 from headrace.base.directory import Manifest, read_manifest, verify
 from headrace.base.errors import ConfigError, DataError, HeadraceError
@@ -50,7 +50,7 @@ def lists(some: list[Ids]) -> list[list[int]]:
 
 
 def options(name: str) -> dict[str, Any]:
-    return {"choices": Choices(dtype="uint32")} if name == "olmo_uint32" else {}
+    return {"choices": StatedFacts(dtype="uint32")} if name == "olmo_uint32" else {}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -125,11 +125,11 @@ def test_rows_that_are_windows_are_asked_about_and_joined(tokenizer: Path, eos: 
     folder = rows_of(tmp_path / "rows", input_ids=windows)
     with pytest.raises(ConfigError, match=r"--borders\n.*every row of .* has 32 tokens"):
         import_tokens(folder, tmp_path / "out", tokenizer=tokenizer)
-    import_tokens(folder, tmp_path / "out", tokenizer=tokenizer, choices=Choices(borders="eos"))
+    import_tokens(folder, tmp_path / "out", tokenizer=tokenizer, choices=StatedFacts(borders="eos"))
     *whole, last = read(tmp_path / "out")
     assert whole == lists(ended(eos))[: len(whole)]
     assert last == flat[sum(map(len, whole)) : flat.size // 32 * 32].tolist()
-    import_tokens(folder, tmp_path / "rows.out", tokenizer=tokenizer, choices=Choices(borders="format"))
+    import_tokens(folder, tmp_path / "rows.out", tokenizer=tokenizer, choices=StatedFacts(borders="format"))
     assert read(tmp_path / "rows.out") == windows
 
 
@@ -157,8 +157,8 @@ def test_files_named_val_are_held_out_and_test_is_left_out(tokenizer: Path, eos:
 def test_a_file_without_end_of_text_is_one_document_if_that_is_said(tokenizer: Path, tmp_path: Path) -> None:
     np.concatenate(documents()).astype(np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"does not occur in the first 1,790 tokens of .*train\.bin"):
-        import_tokens(tmp_path, tmp_path / "out", tokenizer=tokenizer, choices=Choices(eos_id=3))
-    import_tokens(tmp_path, tmp_path / "out", tokenizer=tokenizer, choices=Choices(borders="none"))
+        import_tokens(tmp_path, tmp_path / "out", tokenizer=tokenizer, choices=StatedFacts(eos_id=3))
+    import_tokens(tmp_path, tmp_path / "out", tokenizer=tokenizer, choices=StatedFacts(borders="none"))
     assert read(tmp_path / "out") == [np.concatenate(documents()).tolist()]
 
 
@@ -353,14 +353,16 @@ def test_what_is_no_folder_of_tokens_is_refused(tokenizer: Path, tokens: Path, t
         shutil.copytree(HERE / name, tmp_path / "both" / name)
     refused(tmp_path / "both", "holds MosaicML streaming and litdata")
     refused(
-        HERE / "mds", r"--dtype = 'uint16'\n.*ndarray:int32, which records the dtype", choices=Choices(dtype="uint16")
+        HERE / "mds",
+        r"--dtype = 'uint16'\n.*ndarray:int32, which records the dtype",
+        choices=StatedFacts(dtype="uint16"),
     )
-    refused(HERE / "litdata", "litdata, which records the dtype", choices=Choices(dtype="uint16"))
+    refused(HERE / "litdata", "litdata, which records the dtype", choices=StatedFacts(dtype="uint16"))
     refused(HERE / "mds", r"--heldout", heldout=HERE / "litdata")
     shutil.copytree(HERE / "mds", tmp_path / "held/val")
     refused(tmp_path / "held", "no training tokens: shard.00000.mds is held out by its name")
     np.zeros(9, np.uint16).tofile(tmp_path / "text/train.bin")
-    refused(tmp_path / "text", "nanoGPT does not record where documents end", choices=Choices(borders="format"))
+    refused(tmp_path / "text", "nanoGPT does not record where documents end", choices=StatedFacts(borders="format"))
     import_tokens(HERE / "mds", tmp_path / "out", tokenizer=tokenizer)
     refused(HERE / "mds", "out exists already")
 
@@ -371,7 +373,7 @@ def test_a_tokenizer_without_end_of_text_needs_an_id(tokenizer: Path, eos: int, 
     np.concatenate(ended(eos)).astype(np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"--eos-id\n.*records no document borders"):
         import_tokens(tmp_path / "train.bin", tmp_path / "out", tokenizer=bare)
-    import_tokens(tmp_path / "train.bin", tmp_path / "out", tokenizer=bare, choices=Choices(eos_id=eos))
+    import_tokens(tmp_path / "train.bin", tmp_path / "out", tokenizer=bare, choices=StatedFacts(eos_id=eos))
     assert read(tmp_path / "out") == lists(ended(eos))
 
 

@@ -19,7 +19,7 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.units import Unit, units
 from data_prep.tasks import tokenizer_sample
 from data_prep.tasks.tokenizer_sample import proof_texts, sample_texts
-from data_prep.tokenizer import files
+from data_prep.tokenizer import fingerprint
 from data_prep.tokenizer.train import train
 from headrace.base.directory import read_manifest
 from headrace.base.errors import ConfigError, DataError
@@ -167,8 +167,8 @@ def test_the_fingerprint_of_a_given_tokenizer_covers_its_chat_templates(name: st
     fingerprints = []
     for template in ("one", "two"):
         (tmp_path / name).write_text(template)
-        fingerprints.append(files.content_fingerprint(str(tmp_path)))
+        fingerprints.append(fingerprint.content_fingerprint(str(tmp_path)))
     assert fingerprints[0] != fingerprints[1]
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="contains no tokenizer"):
-        files.check_path(str(tmp_path))
+        fingerprint.check_path(str(tmp_path))

@@ -14,7 +14,7 @@ import pytest
 from data_prep.config.corpus import TokenizerSection
 from data_prep.tokenizer import engine_choice, engines
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, random_texts
-from data_prep.tokenizer.engines import Engine, Tokens, open_engine
+from data_prep.tokenizer.engines import TokenizerEngine, Tokens, open_engine
 from data_prep.tokenizer.train import train
 from headrace.base.errors import ConfigError, DataError
 
@@ -87,7 +87,7 @@ def test_an_engine_that_differs_later_ends_the_job(folder: Path, make_fastokens_
 
 
 def test_an_engine_without_the_tokenizer_is_skipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(_folder: Path, *, parse_special_tokens: bool) -> Engine:
+    def unsupported(_folder: Path, *, parse_special_tokens: bool) -> TokenizerEngine:
         raise RuntimeError(f"no such pre-tokenizer\nspecial is {parse_special_tokens}")
 
     monkeypatch.setitem(engines._ENGINES, "fastokens", unsupported)

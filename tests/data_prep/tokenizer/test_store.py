@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from data_prep.config.corpus import TokenizerSection
-from data_prep.tokenizer import spool, store, train
+from data_prep.tokenizer import store, train
 from data_prep.tokenizer.store import TokenizerStore, train_or_reuse, training_key
 from tests.data_prep.conftest import config_file, text_folder, tree
 from tests.data_prep.in_process import run_job
@@ -43,7 +43,7 @@ def made(root: Path, kept: TokenizerStore, of: TokenizerSection, texts: list[str
     root.mkdir(exist_ok=True)
     folder = root / f"folder-{len(list(root.iterdir()))}"
     folder.mkdir()
-    with spool.spool(texts, root) as spooled:
+    with store.spool(texts, root) as spooled:
         return folder, train_or_reuse(spooled, folder, of, kept)
 
 
@@ -64,7 +64,7 @@ def test_a_stored_tokenizer_has_the_bytes_of_a_new_one(kind: str, tmp_path: Path
 
 def test_the_key_follows_all_that_the_training_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing else: which engine encodes, and how large the sample may be, do not enter."""
-    with spool.spool(TEXTS, tmp_path) as texts, spool.spool(TEXTS[1:], tmp_path) as others:
+    with store.spool(TEXTS, tmp_path) as texts, store.spool(TEXTS[1:], tmp_path) as others:
         pass
     key = training_key(section(), texts)
     same = section(engine="tokenizers", sample_bytes=1 << 20, chat_template="a.jinja")
@@ -86,8 +86,8 @@ def test_the_key_follows_all_that_the_training_depends_on(tmp_path: Path, monkey
 @pytest.mark.parametrize("memory", [1, 1 << 20])
 def test_spooled_texts_are_read_as_they_were(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, and in a file that is gone afterwards."""
-    monkeypatch.setattr(spool, "_MEMORY_BYTES", memory)
-    with spool.spool(["ab", "", "c"], tmp_path) as one, spool.spool(["a", "", "bc"], tmp_path) as two:
+    monkeypatch.setattr(store, "_MEMORY_BYTES", memory)
+    with store.spool(["ab", "", "c"], tmp_path) as one, store.spool(["a", "", "bc"], tmp_path) as two:
         assert [list(one), list(two), list(one)] == [["ab", "", "c"], ["a", "", "bc"], ["ab", "", "c"]]
         assert one.sha256 != two.sha256
         assert one.text_bytes == 3

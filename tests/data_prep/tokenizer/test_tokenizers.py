@@ -21,7 +21,7 @@ from data_prep.chat.encoder import template_tokens
 from data_prep.config.corpus import TokenizerSection
 from data_prep.config.text_policy import TextPolicy
 from data_prep.formats.tokenfile import TokenFile, shard_prefix
-from data_prep.tokenizer import existing, files, sentencepiece_model
+from data_prep.tokenizer import existing, fingerprint, sentencepiece_model
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load, read_config
@@ -286,7 +286,7 @@ def test_a_path_that_is_not_a_tokenizer_is_refused(work: Path) -> None:
     (work / "bad.model").write_text("no model")
     for path in ("nowhere", "empty", "a.txt"):
         with pytest.raises(ConfigError, match=r"tokenizer\.path"):
-            files.check_path(path)
+            fingerprint.check_path(path)
     with pytest.raises(DataError, match="not a sentencepiece model"):
         existing.import_tokenizer("bad.model", work / "empty")
 

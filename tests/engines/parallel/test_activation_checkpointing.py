@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.engines.parallel.assemble import assemble
+from pipeline.engines.parallel.conditional_modules import conditional_blocks
 from pipeline.engines.parallel.mesh import Mesh
 from tests.engines.parallel.allocations import AllocationRecorder
 from tests.engines.parallel.layouts import fill_weights, resolved
@@ -21,9 +25,16 @@ MODES = {
     "selective": MemorySection(activation_checkpointing="selective"),
     "every second": MemorySection(activation_checkpointing="full", every_n_layers=2),
 }
-
-
 SAVED_OPERATORS = ("mm", "_scaled_dot_product_flash_attention_for_cpu")
+_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 2}
+_DBRX = {
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+}
 
 
 def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tensor], int]:
@@ -75,3 +86,15 @@ def test_selective_checkpointing_keeps_less_than_none_under_tensor_parallelism(r
     # what all-gathers give is as large on every rank as without tensor parallelism
     none, selective = (max(ranks.run(kept_by_a_rank, mode)) for mode in ("none", "selective"))
     assert selective < 0.9 * none
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        ("dbrx", _DBRX, ["DbrxExperts"]),  # calls a module for every expert that a token goes to
+        ("qwen3_moe", {**_HEADS, **_EXPERTS, "head_dim": 16}, []),  # computes all experts in one module
+        ("llama", _HEADS, []),
+    ],
+)
+def test_blocks_of_conditional_modules_are_found(kind: str, fields: dict[str, Any], expected: list[str]) -> None:
+    assert [block.__name__ for block in conditional_blocks(CONFIG_MAPPING[kind](**fields))] == expected

@@ -22,7 +22,7 @@ from pipeline.engines.parallel.ring import RingAttention
 from pipeline.models.attention import attend, repeat_heads
 from pipeline.models.masks import CAUSAL, FULL, AttentionMask, make_mask
 from tests.engines.parallel.ranks import Ranks, group_of
-from tests.engines.parallel.test_tensor import compare
+from tests.engines.parallel.test_vocabulary import compare
 from tests.models.architectures import batch_of
 
 # the first document of sample 0 ends inside the first shard, another crosses a shard boundary, one is a single token

@@ -14,6 +14,7 @@ from headrace.base.command_line import Parser, execute
 from headrace.base.directory import MANIFEST, commit, staged
 from headrace.base.errors import ConfigError, DataError
 from headrace.base.lock import LockedError
+from headrace.base.paths import OUTPUT
 from headrace.base.remote_directory import CACHE, fetch
 from headrace.base.remote_folder import _copied, local_folder
 from headrace.base.remote_output import check_output, local_output, published, upload_finished, upload_left
@@ -183,8 +184,8 @@ def verb(out: str, *more: str) -> int:
     """A command line whose verb writes a finished directory OUT and a page OUT.html."""
 
     def declare(parser: Parser) -> None:
-        parser.add_argument("out", metavar="OUT", type=Path)
-        parser.add_argument("--page", metavar="OUT.html", type=Path)
+        parser.add_argument("out", metavar="OUT", type=OUTPUT.as_path())
+        parser.add_argument("--page", metavar="OUT.html", type=OUTPUT.as_path())
         parser.set_defaults(_run=work)
 
     def work(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.shipped import SHARE
 from headrace.submission import snapshot
 from headrace.submission.configs import elements
-from headrace.submission.script import fill
+from headrace.submission.stages import fill
 from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
 from tests.support import output_of

@@ -23,7 +23,7 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.engines.objective import CrossEntropy
 from pipeline.plan.fake_gpu.kinds import makers, watched
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import Recorder
+from pipeline.plan.fake_gpu.recorder import StepRecorder
 from pipeline.run import connect, session
 from pipeline.run.batches import RankBatches
 from pipeline.run.prepare import prepare
@@ -39,7 +39,7 @@ class _CheckpointReachedError(Exception):
 class _Phases:
     """Counts reads of the device by what the loop does: steps, evaluations, and the rest."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self.evaluations: list[dict[str, Any]] = []
         self.batches = 0
@@ -85,7 +85,7 @@ def main() -> None:
     run = resolve(load_config(sys.argv[1], ["compile.enabled=false"]), world_size=1)
     prepared = prepare(run)  # computes numbers: tries the layout on a tiny model
     memory = Memory(makers(), head=(1, 1))
-    recorder = Recorder(memory, axes_of=str)
+    recorder = StepRecorder(memory, axes_of=str)
     phases = _Phases(recorder)
     # what the host reads of fakes are ones, which would ask the loop to stop; this one process asks nothing
     no_flags = StepFlags(Stop.NO)

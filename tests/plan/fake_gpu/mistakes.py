@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from pipeline.config.topology import Topology
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import Recorder
+from pipeline.plan.fake_gpu.recorder import StepRecorder
 from pipeline.plan.fake_gpu.step import axes_of, world
 
 
 def main() -> None:
     memory, topology = Memory({}, head=(1, 1)), Topology(dp=4)
     with world(topology, 0):
-        recorder = Recorder(memory, axes_of=lambda ranks: axes_of(topology, ranks))
+        recorder = StepRecorder(memory, axes_of=lambda ranks: axes_of(topology, ranks))
         with fake.fake_tensors(), recorder.reading_lists(), recorder:
             recorder.begin()
             large = [torch.zeros(2**18, device="cuda") for _ in range(3)]

@@ -20,6 +20,7 @@ from headrace.base.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.plan.fake_gpu import guard
+from pipeline.plan.fake_gpu.case import StepCase, case_process
 from pipeline.plan.fake_gpu.requirements import check_exact
 from pipeline.run.before.memory_summary import Executed, memory_entries
 from tests import warm
@@ -143,3 +144,13 @@ def _wait_for_worker(process: psutil.Process) -> list[psutil.Process]:
             return workers
         time.sleep(0.1)
     raise AssertionError("no process executes a step")
+
+
+@pytest.mark.sweep
+@pytest.mark.integration
+def test_a_selective_recomputation_gathers_weights() -> None:
+    layers = ("model.config.num_hidden_layers=4", "train_batch_size=16", "memory.activation_checkpointing=selective")
+    zero3 = ("engine=deepspeed", "zero_optimization.stage=3")
+    case = StepCase("ds_configs/llama_8b_8gpu.json", 8, overrides=(*layers, *zero3), steps=2)
+    with case_process() as result_of:
+        assert "error" not in result_of(case)

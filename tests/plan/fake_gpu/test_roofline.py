@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.topology import Topology
+from tests.plan.fake_gpu import expert_page
 from tests.plan.fake_gpu.cells import GATHERED, measured
 from tests.plan.fake_gpu.document import facts
 from tests.plan.fake_gpu.links import NODE, sent
@@ -83,3 +84,8 @@ def test_a_group_that_spans_nodes_has_the_adapters_of_its_ranks_in_a_node() -> N
     assert both.seconds("H200") == both.bytes / 400e9
     assert stage.bytes == 100
     assert [each.exposed for each in (tensor, data, both, stage)] == [True, False, False, False]
+
+
+def test_the_page_of_experts_shows_what_the_planner_says() -> None:
+    text = expert_page.PAGE.read_text()
+    assert text == expert_page.page(text), "run: python -m tests.plan.fake_gpu.expert_page"

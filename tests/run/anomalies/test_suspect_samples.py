@@ -14,8 +14,8 @@ import pytest
 
 from data_prep.formats.tokenfile import TokenFile, shard_prefix
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.document_slices import document_slices
 from pipeline.data.mixture import DataMixture
+from pipeline.data.trained_sample import document_slices
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
 from tests.support import output_of, refusal_of

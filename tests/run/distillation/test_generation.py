@@ -11,16 +11,18 @@ import torch
 from transformers import GenerationConfig, MambaConfig
 
 from headrace.base.errors import ConfigError
-from pipeline.data.micro_batch import MicroBatch
+from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.decoder import Decoder
+from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.meta import build_meta
 from pipeline.run.distillation.generation import Generator, Prompts
 from pipeline.run.distillation.kv_cache import cache_bytes_per_token, check_kv_cache
-from pipeline.run.distillation.sampling import Sampler, noise_key
+from pipeline.run.distillation.sampling import Place, Sampler, gumbel, noise_key
 from tests.models.architectures import CONFIGS, T, V, batch_of, meta_of, plain_decoder, with_weights
 
 PROMPT, NEW = 10, 12
+KEY = noise_key(7)
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,66 @@ def test_where_a_continuation_passes_the_threshold_of_longrope_a_cache_is_refuse
     check_kv_cache(meta_of(architecture), mask_documents=False, sequence_length=10)  # up to it there are short factors
     with pytest.raises(ConfigError, match=r"logits of a tiny phi(3|moe) are others than without"):
         check_kv_cache(meta_of(architecture), mask_documents=False, sequence_length=T)
+
+
+def place(samples: int, *, width: int = 1, column: int = 0, step: int = 3, number: int = 2) -> Place:
+    return Place(width, column, torch.arange(samples), step, number)
+
+
+def drawn(sampler: Sampler, where: Place, logits: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
+    """Tokens from logits [B, T, V], handed over whole or in chunks of so many rows as a fused head does."""
+    sampler.begin(where)
+    labels = torch.full(logits.shape[:2], IGNORE)
+    if chunk is None:
+        sampler(logits, labels)
+    else:
+        for rows, own in zip(logits.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True):
+            sampler(rows[None], own[None])
+    return sampler.tokens()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_as_frequent_as_the_softmax_of_the_logits_says(temperature: float) -> None:
+    logits = torch.tensor([2.0, 0.5, -1.0, 1.0, -4.0])
+    count = 40_000
+    tokens = drawn(Sampler(temperature, key=KEY), place(count), logits.expand(count, 1, 5))
+    expected = torch.softmax(logits / temperature, -1)
+    found = torch.bincount(tokens, minlength=5) / count
+    # five standard deviations of a share of 40,000 draws
+    assert bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt()).all()), (found, expected)
+
+
+def test_noise_is_independent_between_positions_steps_samples_and_seeds_and_a_shard_has_its_columns_of_it() -> None:
+    whole = gumbel(place(6), key=KEY, first=0, count=1000)
+    torch.testing.assert_close(gumbel(place(6), key=KEY, first=5, count=13), whole[:, 5:18], rtol=0, atol=0)
+    torch.testing.assert_close(whole.mean(), torch.tensor(0.5772), rtol=0, atol=0.05)  # Euler's constant
+    assert whole.isfinite().all()
+    others = [
+        gumbel(place(6, number=3), key=KEY, first=0, count=1000),
+        gumbel(place(6, step=4), key=KEY, first=0, count=1000),
+        gumbel(place(6), key=noise_key(8), first=0, count=1000),
+        whole.roll(1, 0),
+    ]
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([whole.flatten(), other.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 0.05  # 6,000 pairs: four standard deviations
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 12])
+def test_the_column_is_found_in_whatever_chunks_the_logits_come(chunk: int) -> None:
+    logits = torch.randn(4, 3, 11, generator=torch.Generator().manual_seed(0))
+    where = place(4, width=3, column=1)
+    assert drawn(Sampler(0.0, key=KEY), where, logits, chunk=chunk).tolist() == logits[:, 1].argmax(-1).tolist()
+    whole = drawn(Sampler(1.0, key=KEY), where, logits)
+    assert drawn(Sampler(1.0, key=KEY), where, logits, chunk=chunk).tolist() == whole.tolist()
+
+
+def test_the_second_half_of_a_vocabulary_gets_its_own_noise() -> None:
+    logits = torch.zeros(50, 1, 8)
+    sampler = Sampler(1.0, key=KEY)
+    whole = drawn(sampler, place(50), logits)
+    sampler.begin(place(50))
+    sampler(logits[..., 4:], torch.full((50, 1), IGNORE), vocabulary=VocabularyShard(None, 4))
+    upper = whole >= 4
+    assert upper.any()
+    assert sampler.tokens()[upper].tolist() == whole[upper].tolist()

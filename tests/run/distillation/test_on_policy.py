@@ -18,9 +18,8 @@ from pipeline.config.sections.run import Config
 from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.run.distillation.divergence import Divergence, Kind
-from pipeline.run.distillation.on_policy import chosen_samples, passes_per_step
+from pipeline.run.distillation.on_policy import chosen_samples, passes_per_step, with_samples
 from pipeline.run.distillation.on_policy_loss import OnPolicyDistillation, own_means
-from pipeline.run.distillation.sampled_batch import with_samples
 from pipeline.run.distillation.teacher import Teacher, TeacherModel
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm

@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.sections.run import WatchdogSection
-from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose
+from pipeline.runtime.faults.diagnosis import (
+    SETTLE_S,
+    Diagnosis,
+    RankStatus,
+    diagnose,
+    in_debugger,
+    is_waiting,
+    parse_faulthandler_dump,
+)
 from pipeline.runtime.faults.flight_recorder import describe_pending
 from pipeline.runtime.faults.heartbeat_connection import heartbeat_interval, heartbeat_timeout
 from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode
 from pipeline.runtime.faults.monitor import PendingCollective, RankPosition
 from pipeline.runtime.faults.report import append_fault_once, describe_fault, fault_row, read_faults
-from pipeline.runtime.faults.stack_dumps import in_debugger, is_waiting, parse_faulthandler_dump
 from pipeline.runtime.goodput.attempts import fault_line
 
 NOW = 1000.0

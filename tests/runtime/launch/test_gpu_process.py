@@ -26,10 +26,16 @@ from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect, group
 from pipeline.runtime.launch import device as device_module
-from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocator
+from pipeline.runtime.launch.device import (
+    bind_beside,
+    bind_to_gpu,
+    cores_beside,
+    has_gpu,
+    pci_address,
+    set_up_allocator,
+)
 from pipeline.runtime.launch.environment import SINGLE_PROCESS
 from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults, host_group_defaults
-from pipeline.runtime.launch.numa import bind_beside, cores_beside, pci_address
 from tests.conftest import ROOT
 
 GPU = "0000:dc:00.0"
@@ -320,7 +326,7 @@ def test_all_threads_of_a_process_are_bound(tmp_path: Path) -> None:
     code = f"""
 import os, threading
 from pathlib import Path
-from pipeline.runtime.launch.numa import bind_beside
+from pipeline.runtime.launch.device import bind_beside
 done = threading.Event()
 before = threading.Thread(target=done.wait, daemon=True)
 before.start()

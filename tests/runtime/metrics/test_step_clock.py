@@ -17,7 +17,7 @@ import torch
 from pipeline.config.topology import Topology
 from pipeline.engines.base import StepResult
 from pipeline.run.hooks.hook import StepNumbers
-from pipeline.run.hooks.step_time import StepTime
+from pipeline.run.hooks.step_time import MeasuredStepTime
 from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.memory import PeakMemory, resident_peak, show_memory
 from pipeline.runtime.metrics.step_clock import StepClock
@@ -53,7 +53,7 @@ def test_the_mfu_of_a_step_is_that_of_one_device() -> None:
     clock: Any = SimpleNamespace(lap=lambda: (2.0, 0.5))
     run: Any = SimpleNamespace(batch=SimpleNamespace(tokens=64), topology=Topology(dp=2, tp=2))
     numbers = StepNumbers(1, StepResult(1.0, {}, 1.0), begun=2, parts={})
-    StepTime(clock, run, None, flops=3.0, peak=96.0).numbers(numbers, raised=False)
+    MeasuredStepTime(clock, run, None, flops=3.0, peak=96.0).numbers(numbers, raised=False)
     assert numbers.cost.tokens_per_second == 64 / 2.0
     assert numbers.cost.mfu == 64 / 2.0 / 4 * 3.0 / 96.0
 

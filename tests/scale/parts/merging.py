@@ -8,7 +8,7 @@ import numpy as np
 
 from data_prep.dedup.line_tasks import DroppedLines, RepeatedLinesTask, write_line_hashes
 from data_prep.dedup.merge_tasks import TablePlan
-from data_prep.dedup.table import Range, write_table
+from data_prep.dedup.table import HashRange, write_table
 from data_prep.formats.tokenfile import SPLITS
 from data_prep.job.planning import ignore_progress
 from data_prep.tasks.merge import MOST_RUNS, plan_merges
@@ -85,7 +85,7 @@ def tables(runs: int, work: Path) -> Figures:
         task.run(ignore_progress)
     with measured() as figures:
         first.run(ignore_progress)
-        found = sum(len(each.numbers) for each in plan.tables.slices(row=0, within=Range(0, 1)))
+        found = sum(len(each.numbers) for each in plan.tables.slices(row=0, within=HashRange(0, 1)))
     assert found == runs * items
     return figures
 
@@ -97,7 +97,7 @@ def repeated(runs: int, work: Path) -> Figures:
     for path in paths:
         path.mkdir(parents=True)
         write_line_hashes(path, [rng.integers(1, 1 << 63, 50, dtype=np.uint64)])
-    task = RepeatedLinesTask(1, Range(0, 1), tuple(paths), work / "found")
+    task = RepeatedLinesTask(1, HashRange(0, 1), tuple(paths), work / "found")
     with measured() as figures:
         assert task.run(ignore_progress)["lines"] == 0
     return figures

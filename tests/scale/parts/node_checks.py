@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from pipeline.cluster.node_checks.__main__ import NodeChecks
+from pipeline.cluster.node_checks.decide import partners_of
 from pipeline.cluster.node_checks.records import NodeLink, NodeRecord, write_record
-from pipeline.cluster.node_checks.tournament import partners_of
 from pipeline.config.sections.node_checks import NodeChecksSection
 from tests.scale.measuring import Figures, measured
 from tests.scale.part import Part

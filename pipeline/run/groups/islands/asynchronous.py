@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
 from pipeline.run.groups.islands.context import IslandContext, Loader
-from pipeline.run.groups.islands.holder import Shard
+from pipeline.run.groups.islands.holder import OuterShard
 from pipeline.run.groups.islands.holder_server import pack_shard, unpack_shard
 from pipeline.run.groups.islands.ledger import Ledger, Tail
 from pipeline.run.groups.islands.local import LocalIsland
@@ -27,7 +27,7 @@ from pipeline.run.groups.islands.outer import gather
 from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
 from pipeline.run.groups.islands.report import over_ranks, report_failure, report_update
-from pipeline.run.groups.islands.wire import HolderClient, WrongSecretError
+from pipeline.run.groups.islands.wire import Header, HolderClient, WrongSecretError
 from pipeline.runtime.faults.stop_signals import Stop
 
 _AGAIN_S, _BEAT_S = 0.5, 1.0
@@ -101,9 +101,9 @@ class AsynchronousIsland(LocalIsland):
             if self._ranks.stopped():
                 return self._ranks.stop
 
-    def _join(self) -> dict[str, Any]:
+    def _join(self) -> Header:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        values: dict[str, Any] = {"layout": self._context.layout, "ranks": ranks, "total": self._context.total}
+        values: Header = {"layout": self._context.layout, "ranks": ranks, "total": self._context.total}
         try:
             answer = self._ranks.from_first(lambda: self._call("join", **values, ledger=self.ledger.plain()))
         except WrongSecretError as error:
@@ -117,10 +117,10 @@ class AsynchronousIsland(LocalIsland):
         return answer
 
     def _upload(self) -> None:
-        shard = pack_shard(Shard(*self._outer.tensors()))
+        shard = pack_shard(OuterShard(*self._outer.tensors()))
         self._on_all_ranks(lambda: self._call("upload", shard, rank=self._context.rank))
 
-    def _commit(self) -> dict[str, Any]:
+    def _commit(self) -> Header:
         """Sends the pseudo-gradients of all ranks, and has them applied."""
         deal, compressed = self.ledger.deal, self._context.section.compress == "int8"
         assert deal is not None
@@ -140,7 +140,7 @@ class AsynchronousIsland(LocalIsland):
             self._outer.error.copy_(left)
         return answer
 
-    def _take(self, answer: dict[str, Any], *, began: float, waited: float) -> None:
+    def _take(self, answer: Header, *, began: float, waited: float) -> None:
         """Takes the newest outer state, and the next round."""
         before = self.ledger.deal
         shard = self._on_all_ranks(self._pull)
@@ -163,7 +163,7 @@ class AsynchronousIsland(LocalIsland):
         costs |= committed if done else {}
         report_update(self._context, step, self.ledger, done=done, islands=answer["islands"], lost=lost, **costs)
 
-    def _pull(self) -> Shard:
+    def _pull(self) -> OuterShard:
         client_answer, payload = self._client.call(self._header("pull", rank=self._context.rank))
         if client_answer["state"] != "taken":
             raise ExchangeError("the holder does not know this island any more")
@@ -181,10 +181,10 @@ class AsynchronousIsland(LocalIsland):
         assert value is not None
         return value
 
-    def _call(self, what: str, payload: torch.Tensor | None = None, **values: Any) -> dict[str, Any]:
+    def _call(self, what: str, payload: torch.Tensor | None = None, **values: Any) -> Header:
         return self._client.call(self._header(what, **values), payload)[0]
 
-    def _header(self, what: str, **values: Any) -> dict[str, Any]:
+    def _header(self, what: str, **values: Any) -> Header:
         return {"do": what, "name": self.name, "session": self._session, **values}
 
     def _send_heartbeats(self, client: HolderClient) -> None:

@@ -21,7 +21,7 @@ from pipeline.engines.base import Engine
 from pipeline.run.groups.islands.asynchronous import AsynchronousIsland
 from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.island import Island
-from pipeline.run.groups.islands.ledger import Member
+from pipeline.run.groups.islands.ledger import Member, PlainReport
 from pipeline.run.groups.islands.lighthouse import LighthouseMember, R
 from pipeline.run.groups.islands.local import LocalIsland
 from pipeline.run.groups.islands.outer import layout_digest
@@ -126,7 +126,7 @@ def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") ->
 
 
 def reach_others(
-    section: QuorumSection, *, rank: int, parse: Callable[[dict[str, Any]], R], stack: ExitStack, field: str = "islands"
+    section: QuorumSection, *, rank: int, parse: Callable[[PlainReport], R], stack: ExitStack, field: str = "islands"
 ) -> tuple[LighthouseMember[R] | None, Peers]:
     """Makes a rank's connections to other islands or replicas: to the lighthouse, on rank 0, and to its peers.
 

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, kind: GroupKind = ISLANDS) -> int:
     refuse_remote_groups(config)
     kind.check(config)
     with ExitStack() as stack:
-        stop = _Stop(stack)
+        stop = _StopSignal(stack)
         lighthouse = _start_lighthouse(section, kind.field)
         stack.callback(lighthouse.shutdown)
         print(f"lighthouse: {section.lighthouse}", flush=True)
@@ -79,14 +79,16 @@ def run(arguments: argparse.Namespace, kind: GroupKind = ISLANDS) -> int:
                 time.sleep(_POLL_S)
             return 0
         folder = Path(config.run.dir)
-        islands = [_Island(arguments, folder, kind, f"{kind.word}-{number}") for number in range(section.count)]
+        islands = [
+            _IslandProcesses(arguments, folder, kind, f"{kind.word}-{number}") for number in range(section.count)
+        ]
         for island in islands:
             stack.callback(island.end)
             island.start()
         return _supervise(islands, stop, restarts=arguments.restarts)
 
 
-def _supervise(islands: list[_Island], stop: _Stop, *, restarts: int) -> int:
+def _supervise(islands: list[_IslandProcesses], stop: _StopSignal, *, restarts: int) -> int:
     forwarded, failed = 0, 0
     while any(island.running for island in islands):
         time.sleep(_POLL_S)
@@ -108,7 +110,7 @@ def _supervise(islands: list[_Island], stop: _Stop, *, restarts: int) -> int:
     return failed if failed >= 0 else 128 - failed
 
 
-class _Island:
+class _IslandProcesses:
     """The processes of one island, in a session of their own.
 
     Args:
@@ -161,7 +163,7 @@ class _Island:
             self._process.wait()
 
 
-class _Stop:
+class _StopSignal:
     """The last stop signal of this process; 0 without one."""
 
     def __init__(self, stack: ExitStack) -> None:

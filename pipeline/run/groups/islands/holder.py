@@ -34,7 +34,7 @@ SILENT_S = 5.0
 """Seconds without a message after which an island is dead, as at torchft's lighthouse."""
 
 
-class Shard(NamedTuple):
+class OuterShard(NamedTuple):
     """The outer state of one rank of all islands: fp32 [N] each. Never changed in place: islands are given it."""
 
     weights: Tensor
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
 
 
 @dataclass
-class _Place:
+class _LivingIsland:
     """An island that lives.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Place:
     deal: Deal | None = None
     version: int = 0
     pushed: dict[int, Tensor] = field(default_factory=dict)
-    given: dict[int, Shard] = field(default_factory=dict)
+    given: dict[int, OuterShard] = field(default_factory=dict)
     told: int = 0
     telling: int = 0
     committed: dict[str, float] = field(default_factory=dict)
@@ -85,14 +85,14 @@ class Holder:
 
     def __init__(self, section: IslandsSection, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._section, self._total, self._clock = section, 0, clock
-        self._lock, self._places, self._layout = threading.RLock(), dict[str, _Place](), ""
+        self._lock, self._places, self._layout = threading.RLock(), dict[str, _LivingIsland](), ""
         self._forget()
 
     def _forget(self) -> None:
         """Begins without an outer state."""
         self._began: float | None = None
         self._source, self._ready, self._lineage = "", False, ""
-        self._shards, self._buffers = dict[int, Shard](), dict[int, Tensor]()
+        self._shards, self._buffers = dict[int, OuterShard](), dict[int, Tensor]()
         self.version, self._slots, self._since, self._lost, self._told = 0, 0, 0, list[Tail](), 0
 
     def join(
@@ -125,7 +125,7 @@ class Holder:
             self._layout, self._total, now = layout, total, self._clock()
             self._began = now if self._began is None else self._began
             if place is None:
-                place = self._places[name] = _Place(session, ranks, Ledger.from_plain(dict(ledger)), now)
+                place = self._places[name] = _LivingIsland(session, ranks, Ledger.from_plain(dict(ledger)), now)
                 place.told = place.telling = self._told
             place.seen, place.ledger = now, Ledger.from_plain(dict(ledger))
             if not self._ready:
@@ -135,7 +135,7 @@ class Holder:
                 return {"state": "keep"}
             return self._next(name, place)
 
-    def upload(self, name: str, session: str, rank: int, shard: Shard) -> dict[str, Any]:
+    def upload(self, name: str, session: str, rank: int, shard: OuterShard) -> dict[str, Any]:
         """Takes the outer state of one rank of the island that has the newest one."""
         with self._lock:
             place = self._place(name, session)
@@ -177,7 +177,7 @@ class Holder:
             self._confirm_receipt(place)
             return self._next(name, place)
 
-    def pull(self, name: str, session: str, rank: int) -> Shard | None:
+    def pull(self, name: str, session: str, rank: int) -> OuterShard | None:
         """The outer state that a rank is to take, as of the last answer to its island; None for another session."""
         with self._lock:
             place = self._place(name, session)
@@ -195,7 +195,7 @@ class Holder:
             if self._place(name, session) is not None:
                 self._drop(name)
 
-    def _place(self, name: str, session: str) -> _Place | None:
+    def _place(self, name: str, session: str) -> _LivingIsland | None:
         place = self._places.get(name)
         if place is None or place.session != session:
             return None
@@ -234,7 +234,7 @@ class Holder:
             self._slots = max(self._slots, own.end)
         self._lost += open_then.values()
 
-    def _next(self, name: str, place: _Place) -> dict[str, Any]:
+    def _next(self, name: str, place: _LivingIsland) -> dict[str, Any]:
         """Answers with the newest state and the next round."""
         if place.deal is None and self._slots < self._total:
             steps = min(self._section.steps, self._total - self._slots)
@@ -257,7 +257,7 @@ class Holder:
             "committed": place.committed,
         }
 
-    def _confirm_receipt(self, place: _Place) -> None:
+    def _confirm_receipt(self, place: _LivingIsland) -> None:
         """Notes that the island has the round of the last answer, and so the lost slots that the answer named."""
         place.told = place.telling
         self._told = max(self._told, place.told)
@@ -275,7 +275,7 @@ class Holder:
                 momentum = momentum.mul(mu).add_(self._buffers[rank])
                 weights.sub_(momentum, alpha=lr * mu)
                 self._buffers[rank].zero_()
-            self._shards[rank] = Shard(weights, momentum)
+            self._shards[rank] = OuterShard(weights, momentum)
         if refresh:
             self._since = 0
 

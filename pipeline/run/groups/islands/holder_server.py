@@ -6,16 +6,15 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.base.errors import ConfigError
-from pipeline.run.groups.islands.holder import Holder, Shard
+from pipeline.run.groups.islands.holder import Holder, OuterShard
 from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize
-from pipeline.run.groups.islands.wire import Channel
+from pipeline.run.groups.islands.wire import Channel, Header
 
 _HANDSHAKE_S, _AGAIN_S = 10.0, 0.2
 _MOST_STRANGERS = 256
@@ -96,7 +95,7 @@ class HolderServer:
         finally:
             self._strangers.release()
 
-    def _answer(self, header: dict[str, Any], payload: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+    def _answer(self, header: Header, payload: Tensor) -> tuple[Header, Tensor | None]:
         what, name, session = header["do"], str(header["name"]), str(header["session"])
         holder = self._holder
         if what == "join":
@@ -119,14 +118,18 @@ class HolderServer:
         return {"state": "taken"}, None
 
 
-def pack_shard(shard: Shard) -> Tensor:
+def pack_shard(shard: OuterShard) -> Tensor:
     """Weights and momentum as bytes, uint8 [8 N]."""
     return torch.cat(list(shard)).view(torch.uint8)
 
 
-def unpack_shard(payload: Tensor) -> Shard:
+def unpack_shard(payload: Tensor) -> OuterShard:
     """The inverse of `pack_shard`; an empty shard for no bytes."""
-    return Shard(*payload.view(torch.float32).chunk(2)) if payload.numel() else Shard(torch.empty(0), torch.empty(0))
+    return (
+        OuterShard(*payload.view(torch.float32).chunk(2))
+        if payload.numel()
+        else OuterShard(torch.empty(0), torch.empty(0))
+    )
 
 
 def unpack_gradient(payload: Tensor, *, count: int, compressed: bool) -> Tensor:

@@ -17,6 +17,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+PlainReport = dict[str, Any]
+"""A report or decision of a quorum, as plain JSON."""
+
 KEPT_NS = 200 * 10**9
 """Nanoseconds without use after which a process group is formed anew: NAT gateways and firewalls forget idle
 connections without a word, the first of them after 240 s, and to notice that takes `islands.timeout_s`."""
@@ -123,15 +126,15 @@ class Ledger:
         tails = tuple(each._replace(name=names.get(each.name, each.name)) for each in self.tails)
         return replace(self, deal=other(self.deal), before=other(self.before), tails=tails)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> PlainReport:
         """The fields as JSON."""
         return {**asdict(self), "tails": [list(each) for each in self.tails]}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Ledger:
+    def from_plain(cls, plain: PlainReport) -> Ledger:
         """The inverse of `plain`; older checkpoints know no tails and no start."""
 
-        def made(deal: dict[str, Any] | None) -> Deal | None:
+        def made(deal: PlainReport | None) -> Deal | None:
             return None if deal is None else Deal(**{**deal, "names": tuple(deal["names"])})
 
         tails = tuple(Tail(*each) for each in plain.get("tails", ()))
@@ -184,12 +187,12 @@ class Member:
             return True
         return deal is not None and self.name in deal.names and deal.step < self.step < deal.snapshot_step
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> PlainReport:
         """The fields as JSON."""
         return {**asdict(self), "ledger": self.ledger.plain()}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Member:
+    def from_plain(cls, plain: PlainReport) -> Member:
         """The inverse of `plain`."""
         return cls(**{**plain, "ledger": Ledger.from_plain(plain["ledger"])})
 

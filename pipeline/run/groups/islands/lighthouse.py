@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from headrace.base.errors import ConfigError, TrainingError
+from pipeline.run.groups.islands.ledger import PlainReport
 
 HEARTBEAT_S = 1.0
 _ASK_S = 3600.0
@@ -38,7 +39,7 @@ class LighthouseReport(Protocol):
         """Name of the group."""
         ...
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> PlainReport:
         """The fields as JSON."""
         ...
 
@@ -80,7 +81,7 @@ class LighthouseMember(Generic[R]):
     """
 
     def __init__(
-        self, address: str, name: str, *, store: str, secret: bytes, parse: Callable[[dict[str, Any]], R]
+        self, address: str, name: str, *, store: str, secret: bytes, parse: Callable[[PlainReport], R]
     ) -> None:
         self._parse = parse
         self._address, self._name, self._store, self._secret = address, name, store, secret
@@ -170,7 +171,7 @@ def answer_of(asked: Future[Quorum[R]] | None, *, group: str) -> Quorum[R] | Non
 
 
 def authenticated(
-    number: int, formed: int, participants: Sequence[Any], *, secret: bytes, parse: Callable[[dict[str, Any]], R]
+    number: int, formed: int, participants: Sequence[Any], *, secret: bytes, parse: Callable[[PlainReport], R]
 ) -> Quorum[R]:
     """The members of a quorum whose reports carry the right code; of two with one name the one started last.
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from headrace.base.directory import Details
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.data.micro_batch import StepBatch
@@ -51,12 +51,12 @@ class LocalIsland(ABC):
         written = {key for key in outer if named_state.weight_key(key.partition("/")[2]) in state}
         return {**state, **{key: value for key, value in outer.items() if key in written}}
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> Details:
         """The island's entry in a checkpoint's manifest."""
         # not the step that the checkpoint is of: an exchange after it may have taken this island to another round
         return {"island": {"name": self.name, "step": self.step, **self.ledger.plain()}}
 
-    def load(self, directory: Path, details: dict[str, Any] | None, *, samples: int) -> None:
+    def load(self, directory: Path, details: Details | None, *, samples: int) -> None:
         """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
 
         Args:

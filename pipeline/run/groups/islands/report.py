@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipeline.run.groups.islands.context import IslandContext
 from pipeline.run.groups.islands.ledger import Deal, Decision, Ledger, Tail
+from pipeline.runtime.metrics.sinks import JournalRow
 
 
 def report_failure(context: IslandContext, step: int, why: str) -> None:
@@ -44,7 +44,7 @@ def report_exchange(
         context.say(f"step {step}: joined {', '.join(names)} with the state of island {source}")
 
 
-def exchange_row(decision: Decision, *, name: str, samples: int) -> dict[str, Any]:
+def exchange_row(decision: Decision, *, name: str, samples: int) -> JournalRow:
     """The values of an event, without costs; samples of the round before only where there are any.
 
     Args:
@@ -97,7 +97,7 @@ def report_update(
     """
     deal, name = ledger.deal, context.name
     assert deal is not None
-    row: dict[str, Any] = {
+    row: JournalRow = {
         "round": ledger.round,
         "islands": list(islands),
         "trained": {name: _ends(done.slots(name), context.samples)} if done else {},

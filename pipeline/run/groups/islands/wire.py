@@ -20,6 +20,9 @@ from torch import Tensor
 
 from pipeline.run.groups.islands.peers import ExchangeError
 
+Header = dict[str, Any]
+"""The JSON part of a message, beside its tensor."""
+
 _HEAD = struct.Struct("!IQ")
 _NONCE_BYTES, _CODE_BYTES, _MOST_JSON_BYTES, _MOST_BYTES = 32, 32, 1 << 20, 1 << 40
 
@@ -61,7 +64,7 @@ class Channel:
         if server:
             self._write(mine)
 
-    def send(self, header: dict[str, Any], payload: Tensor | None = None) -> None:
+    def send(self, header: Header, payload: Tensor | None = None) -> None:
         """Sends JSON and bytes, uint8 [n]."""
         text = json.dumps(header).encode()
         body = memoryview(b"") if payload is None else payload.numpy().data
@@ -71,7 +74,7 @@ class Channel:
         self._write(body)
         self._write(self._code(self._server, number, "body", body))
 
-    def receive(self) -> tuple[dict[str, Any], Tensor]:
+    def receive(self) -> tuple[Header, Tensor]:
         """Receives JSON and bytes, uint8 [n].
 
         Raises:
@@ -137,7 +140,7 @@ class HolderClient:
         self._address, self._secret, self._timeout_s = (host.strip("[]"), int(port)), secret, timeout_s
         self._channel: Channel | None = None
 
-    def call(self, header: dict[str, Any], payload: Tensor | None = None) -> tuple[dict[str, Any], Tensor]:
+    def call(self, header: Header, payload: Tensor | None = None) -> tuple[Header, Tensor]:
         """Sends a request; returns the answer.
 
         Raises:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.config.rules.curve import Curve
 from pipeline.config.sections.run import AnomaliesSection
 from pipeline.engines.base import Engine, ExchangesGradients
 from pipeline.run.anomalies.guarded_step import GuardedStepper
@@ -84,9 +83,7 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
     )
 
 
-def digest_of_run(
-    engine: Engine, curve: dict[str, Any], *, anomalies: AnomaliesSection, engine_name: str, stage: int
-) -> str:
+def digest_of_run(engine: Engine, curve: Curve, *, anomalies: AnomaliesSection, engine_name: str, stage: int) -> str:
     """Digest of the shards of all ranks, and of the keys that determine which updates are applied and their bits."""
     # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
     policies = anomalies.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""The state that a late comer takes from a living replica: weights, optimizer, counters of steps and data."""
+"""Messages between the same ranks of two replicas, and the state that a late comer takes from a living one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.checkpoint.format.shard_table import all_parts
 from pipeline.data.skips import Skips
 from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper
-from pipeline.run.groups.islands.peers import Peers, unpack
-from pipeline.run.groups.replicas import messages
+from pipeline.run.groups.islands.peers import Peers, pack, unpack
 from pipeline.run.groups.replicas.deal import ReplicaMember
 
 
@@ -46,7 +47,7 @@ def send_state(
         "skips": stepper.skips.plain(),
     }
     with engine.edit_state() as state:
-        messages.send(peers, header, all_parts(state), to=to)
+        send_message(peers, header, all_parts(state), to=to)
 
 
 def take_state(
@@ -55,7 +56,7 @@ def take_state(
     """Takes the state that `send_state` has sent.
 
     Args:
-        header, packed: the received message (see `messages.receive`).
+        header, packed: the received message (see `receive_message`).
         member: this replica's report.
         engine, stepper: engine and stepper of this rank, which take the state.
 
@@ -68,3 +69,38 @@ def take_state(
     stepper.skips = Skips.of(header["skips"])
     place = {key: header[key] for key in ("step", "exchanges", "commit")}
     return replace(member, **place, before=None, state=digest(stepper))
+
+
+def send_message(peers: Peers, header: dict[str, Any], tensors: Sequence[Tensor], *, to: Sequence[int]) -> None:
+    """Sends the same message to some peers, one tensor after another: the host has a copy of one at a time.
+
+    Raises:
+        ExchangeError: one does not answer.
+    """
+    head = _bytes(json.dumps({"header": header, "sizes": [each.nbytes for each in tensors]}).encode())
+    size = torch.tensor([head.numel()], dtype=torch.int64).view(torch.uint8)
+    for part in chain((size, head), (pack([each]) for each in tensors)):
+        for rank in to if part.numel() else ():
+            peers.send(part, to=rank)
+
+
+def receive_message(peers: Peers, *, source: int) -> tuple[dict[str, Any], Tensor]:
+    """Receives a message: its header, and the bytes of its tensors, as `unpack` takes them.
+
+    Raises:
+        ExchangeError: the peer does not answer.
+    """
+    size = torch.empty(8, dtype=torch.uint8)
+    peers.receive(size, source=source)
+    head = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8)
+    peers.receive(head, source=source)
+    found: dict[str, Any] = json.loads(bytes(head.numpy()))
+    body = torch.empty(sum(found["sizes"]), dtype=torch.uint8)
+    for part in body.split(found["sizes"]):
+        if part.numel():  # a rank's shard of a small tensor may be empty
+            peers.receive(part, source=source)
+    return found["header"], body
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.base.directory import Details
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.loader import StepLoader
@@ -24,20 +25,22 @@ from pipeline.engines.base import Engine
 from pipeline.run.anomalies.guarded_step import GuardedStepper
 from pipeline.run.groups.islands.lighthouse import Quorum, refuse_other_secret
 from pipeline.run.groups.islands.peers import ExchangeError, Peers
-from pipeline.run.groups.replicas import messages
 from pipeline.run.groups.replicas.deal import (
     Ranges,
     ReplicaDecision,
     ReplicaMember,
+    ahead,
     compatible,
     count_of,
     decide,
     joined,
+    left_behind,
+    no_exchange,
+    other_curve,
 )
-from pipeline.run.groups.replicas.handover import digest, send_state, take_state
+from pipeline.run.groups.replicas.handover import digest, receive_message, send_message, send_state, take_state
 from pipeline.run.groups.replicas.quorums import Quorums
 from pipeline.run.groups.replicas.record import ReplicaRecord
-from pipeline.run.groups.replicas.refusals import ahead, left_behind, no_exchange, other_curve
 from pipeline.run.groups.replicas.sums import GradientSums
 from pipeline.runtime.faults.stop_signals import Stop
 
@@ -108,7 +111,7 @@ class ReplicaOfRun:
         """The engine's state, for an ordinary checkpoint."""
         return self._around.engine.state()
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> Details:
         """The replica's entry in a checkpoint's manifest."""
         exchanges, commit = self._me.exchanges, self._me.commit
         if self._given:  # the result of the next step's exchange, which is not in the weights yet
@@ -363,7 +366,7 @@ class ReplicaOfRun:
         """Takes the state of another replica; returns whether all ranks of this one have it."""
         header, packed, failure = dict[str, Any](), torch.empty(0), None
         try:
-            header, packed = messages.receive(self._peers, source=decision.names.index(decision.source))
+            header, packed = receive_message(self._peers, source=decision.names.index(decision.source))
         except ExchangeError as error:
             failure = str(error)
         if self._failed(failure):  # nothing is changed before all ranks have their part
@@ -383,9 +386,9 @@ class ReplicaOfRun:
                 to = list(range(1, len(names)))
                 tensors = self._sums.tensors()
                 header: dict[str, Any] = {"commit": self._me.commit, "loss_bytes": tensors[1].nbytes}
-                messages.send(self._peers, header, tensors, to=to)
+                send_message(self._peers, header, tensors, to=to)
             else:
-                header, packed = messages.receive(self._peers, source=0)
+                header, packed = receive_message(self._peers, source=0)
                 commit = header["commit"]
                 result, loss_sums = packed.split([packed.numel() - header["loss_bytes"], header["loss_bytes"]])
                 self._sums.take(result.clone().view(torch.float32), loss_sums.clone().view(torch.float64))

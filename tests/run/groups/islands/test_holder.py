@@ -9,7 +9,7 @@ import torch
 
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.groups import IslandsSection, OuterSection
-from pipeline.run.groups.islands.holder import SILENT_S, Holder, Shard
+from pipeline.run.groups.islands.holder import SILENT_S, Holder, OuterShard
 from pipeline.run.groups.islands.ledger import Deal, Ledger, Tail
 from pipeline.run.groups.islands.outer import OuterState
 
@@ -37,7 +37,7 @@ class Islands:
         ledger = self.ledgers.get(name, Ledger().plain())
         answer = self.holder.join(name, session, layout="x", ranks=1, total=TOTAL, ledger=ledger)
         if answer["state"] == "upload":
-            self.holder.upload(name, session, 0, Shard(torch.zeros(3), torch.zeros(3)))
+            self.holder.upload(name, session, 0, OuterShard(torch.zeros(3), torch.zeros(3)))
             return self.join(name, session)
         return self._taken(name, answer)
 
@@ -216,6 +216,6 @@ def test_a_run_with_another_layout_begins_afresh_at_a_holder_whose_islands_have_
     assert islands.holder.join("b", "1", **fresh) == {"state": "refused", "islands": ["a"]}
     islands.holder.leave("a", "1")
     assert islands.holder.join("b", "1", **fresh)["state"] == "upload"
-    islands.holder.upload("b", "1", 0, Shard(torch.full((7,), 5.0), torch.zeros(7)))
+    islands.holder.upload("b", "1", 0, OuterShard(torch.full((7,), 5.0), torch.zeros(7)))
     deal = islands.holder.join("b", "1", **fresh)["ledger"]["deal"]
     assert (deal["first"], islands.weight("b")) == (0, 5.0)

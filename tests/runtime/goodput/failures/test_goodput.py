@@ -20,8 +20,7 @@ from pipeline.runtime.goodput.failures.model import (
     expected_goodput,
     with_best_interval,
 )
-from pipeline.runtime.goodput.failures.sensitivity import sensitivity
-from pipeline.runtime.goodput.failures.simulation import _Run, simulate
+from pipeline.runtime.goodput.failures.simulation import _Run, sensitivity, simulate
 
 NO_NODE_LOST = FailureModel(node_loss_share=0.0)
 SEEDS = range(200)
