@@ -65,7 +65,7 @@ OURS = """
 import json, sys
 from pathlib import Path
 from rich.console import Console
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.compress import run
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import prepare

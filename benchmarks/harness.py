@@ -149,7 +149,7 @@ def cpu_engine(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     """Builds the model of a config on meta, and its engine on this rank's CPU."""
     import torch  # noqa: PLC0415
 
-    from headrace.base.section import parse  # noqa: PLC0415
+    from foundation.section import parse  # noqa: PLC0415
     from pipeline.config.rules.resolve import resolve  # noqa: PLC0415
     from pipeline.config.sections.run import Config  # noqa: PLC0415
     from pipeline.engines.build import build_engine  # noqa: PLC0415

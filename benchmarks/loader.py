@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.harness import Seconds, alternate, last_json, make_parser, print_head, print_row, spread, work_folder
 from data_prep.formats.tokenfile import TokenFileWriter
 from data_prep.packing.pack import pack
-from headrace.base.directory import commit, fresh_staging
-from headrace.base.section import parse
+from foundation.directory import commit, fresh_staging
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import StepLoader

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import Seconds, alternate, llama, make_parser, print_head, print_row, ratio, work_folder
-from headrace.base.cli import leave
+from foundation.cli import leave
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.data.dataset import TokenDataset

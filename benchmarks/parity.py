@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import make_parser, print_head, print_row, work_folder
-from headrace.base.configfile import load, merge
+from foundation.configfile import load, merge
 from pipeline.plan.proof.case import Case, CaseResult
 from pipeline.plan.proof.compare import first_gradient, relative_differences
 from pipeline.plan.proof.equivalence import ProofResult, check_equivalence

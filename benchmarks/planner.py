@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.harness import Seconds, make_parser
-from headrace.base.version import __version__
+from foundation.version import __version__
 
 NATURAL = {
     "llama_8b_h200.json": ("h200", 1),

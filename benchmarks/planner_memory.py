@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import make_parser, print_head, print_row, work_folder
 from benchmarks.parity import LAYOUTS, base
-from headrace.base.configfile import merge
-from headrace.base.section import parse
+from foundation.configfile import merge
+from foundation.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.sizes.memory import TABLES, peak_memory

@@ -102,7 +102,7 @@ if __name__ == "__main__":
     own = Recorder(Path(sys.argv.pop(1)))
     record_torch(own)
     record_deepspeed(own)
-    from headrace.base.cli import guarded, leave
+    from foundation.cli import guarded, leave
     from pipeline.train import main
 
     leave(guarded(main))

@@ -29,9 +29,9 @@ import s3fs
 
 from benchmarks.harness import alternate, make_parser, print_head, print_row, work_folder
 from benchmarks.loader import write_tokens
-from headrace.base.remote_directory import CACHE
-from headrace.base.remote_publish import publish
-from headrace.base.section import parse
+from foundation.remote_directory import CACHE
+from foundation.remote_publish import publish
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import StepLoader

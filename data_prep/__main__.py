@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.command_line import Parser, add_verbs, execute
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import LOCAL, PLACE, is_store_url
-from headrace.base.remote_directory import CACHE
-from headrace.base.verbs import Run, Verb
+from foundation.cli import add_config_arguments
+from foundation.command_line import Parser, add_verbs, execute
+from foundation.errors import ConfigError, DataError
+from foundation.paths import LOCAL, PLACE, is_store_url
+from foundation.remote_directory import CACHE
+from foundation.verbs import Run, Verb
 
 if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
     from data_prep.config.corpus import CorpusConfig
     from data_prep.job.prepare import InspectedJob
     from data_prep.job.progress import Display
     from data_prep.sources.units import Plan
-    from headrace.base.directory import Manifest
+    from foundation.directory import Manifest
 
 INDEX = "JOB_COMPLETION_INDEX"
 """Environment variable with the number of a pod in an indexed Job of Kubernetes."""
@@ -212,8 +212,8 @@ def _finish(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from headrace.base.directory import verify  # noqa: PLC0415
-    from headrace.base.remote_directory import manifest_of, verify_remote  # noqa: PLC0415
+    from foundation.directory import verify  # noqa: PLC0415
+    from foundation.remote_directory import manifest_of, verify_remote  # noqa: PLC0415
 
     packings = [] if is_store_url(args.directory) else sorted(Path(args.directory).glob("packed-*/"))
     for directory, kind in [(args.directory, "tokens"), *((str(packing), "packing") for packing in packings)]:

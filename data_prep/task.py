@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from headrace.base.directory import sync
-from headrace.base.errors import DataError
+from foundation.directory import sync
+from foundation.errors import DataError
 
 Marker = dict[str, Any]
 """The result of a finished task, as its marker file records it."""

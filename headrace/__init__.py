@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.version import __version__
+from foundation.version import __version__
 
 if TYPE_CHECKING:
     from headrace.api import load, prepare_corpus, train

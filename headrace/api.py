@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from headrace.base import configfile
-from headrace.base.errors import DataError, HeadraceError, TrainingError
-from headrace.base.paths import is_store_url, refuse_url
-from headrace.base.remote_run import local_run
+from foundation import configfile
+from foundation.errors import DataError, HeadraceError, TrainingError
+from foundation.paths import is_store_url, refuse_url
+from foundation.remote_run import local_run
 
 if TYPE_CHECKING:
     from pipeline.cluster.status.run import RunStatus

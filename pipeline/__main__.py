@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from headrace.base.cli import leave
-from headrace.base.command_line import Parser, add_verbs, execute
-from headrace.base.verbs import VERBS
+from foundation.cli import leave
+from foundation.command_line import Parser, add_verbs, execute
+from foundation.verbs import VERBS
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.base.cli import guarded, leave
+from foundation.cli import guarded, leave
 from pipeline.run.distillation.cache_logits import add_arguments, main, run
 
 __all__ = ["add_arguments", "main", "run"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.base.cli import guarded, leave
-from headrace.base.errors import ConfigError
-from headrace.base.quick_imports import quick_imports
+from foundation.cli import guarded, leave
+from foundation.errors import ConfigError
+from foundation.quick_imports import quick_imports
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.run.distillation.control import SUFFIX, comparison, control_of
 from pipeline.runtime.faults.stop_signals import StopSignals

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.base.cli import add_config_arguments, guarded, leave
-from headrace.base.configfile import load
-from headrace.base.section import parse
+from foundation.cli import add_config_arguments, guarded, leave
+from foundation.configfile import load
+from foundation.section import parse
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.rules import prepare
 from pipeline.runtime.launch import detect

@@ -10,10 +10,10 @@ import argparse
 import sys
 from typing import Any
 
-from headrace.base.cli import add_config_arguments, guarded
-from headrace.base.configfile import load
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.cli import add_config_arguments, guarded
+from foundation.configfile import load
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import prepare
 from pipeline.compress.quantization.trained import model_folder

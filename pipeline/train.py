@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.base.cli import guarded, leave
-from headrace.base.errors import ConfigError
-from headrace.base.quick_imports import quick_imports
+from foundation.cli import guarded, leave
+from foundation.errors import ConfigError
+from foundation.quick_imports import quick_imports
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.arguments import add_arguments, parse_arguments, resolve_run

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "pipeline"
-PRODUCT = ("headrace", "data_prep", PACKAGE)
+PRODUCT = ("headrace", "foundation", "data_prep", PACKAGE)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def test_every_entry_point_answers_help_without_torch() -> None:
 
 
 def test_every_command_of_pipeline_answers_help() -> None:
-    from headrace.base.verbs import VERBS  # noqa: PLC0415
+    from foundation.verbs import VERBS  # noqa: PLC0415
 
     for name in (verb.name for verb in VERBS):
         assert "usage: python -m pipeline" in output_of(warm.run("-m", "pipeline", name, "--help"))
@@ -57,7 +57,7 @@ def test_arguments_and_attributes_are_described_by_phrases_that_stand_alone() ->
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
     found = [
         f"{path.relative_to(ROOT)}: {line[0].strip()}"
-        for package in ("pipeline", "data_prep", "headrace")
+        for package in ("pipeline", "data_prep", "headrace", "foundation")
         for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, kinds)
@@ -68,7 +68,9 @@ def test_arguments_and_attributes_are_described_by_phrases_that_stand_alone() ->
 
 def test_every_package_says_what_is_in_it() -> None:
     files = [
-        path for package in ("pipeline", "data_prep", "headrace") for path in (ROOT / package).rglob("__init__.py")
+        path
+        for package in ("pipeline", "data_prep", "headrace", "foundation")
+        for path in (ROOT / package).rglob("__init__.py")
     ]
     assert len(files) > 50
     assert [path for path in files if not ast.get_docstring(ast.parse(path.read_text()))] == []

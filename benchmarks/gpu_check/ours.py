@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_check.cases import Row, Size
 from benchmarks.gpu_check.inputs import draw, tokens
 from benchmarks.gpu_check.meter import Meter
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.micro_batch import MicroBatch, StepBatch

@@ -19,7 +19,7 @@ from data_prep.chat.forms import Messages
 from data_prep.chat.template import MARKERS, ChatTemplate, Rendered
 from data_prep.sources.conversation import TEMPLATE_FILE, ConversationError, conversation_line, parse_conversation
 from data_prep.tokenizer.load import load, read_config, reference_of, token_text
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 Offsets = Sequence[tuple[int, int]]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.sources.conversation import ConversationError, joined_parts
-from headrace.base.foreign_json import json_row
+from foundation.foreign_json import json_row
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -14,7 +14,7 @@ from data_prep.clean.lists import read_entries
 from data_prep.clean.ngrams import KeySet
 from data_prep.clean.words import PLAIN_WORDS
 from data_prep.config.cleaning import UrlBlocklistSection, WordBlocklistSection
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 _NOT_IN_URL_WORDS = re.compile(r"[^a-z0-9]+")

@@ -16,7 +16,7 @@ from data_prep.clean.lists import evaluation_texts
 from data_prep.clean.ngrams import Keys, KeySet, NGrams
 from data_prep.clean.words import PLAIN_WORDS
 from data_prep.config.cleaning import DecontaminateSection
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 class Decontaminate:

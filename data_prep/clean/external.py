@@ -8,8 +8,8 @@ from typing import Any
 from data_prep.clean.document import Document
 from data_prep.clean.optional import import_optional
 from data_prep.config.cleaning import DatatroveSection
-from headrace.base.errors import ConfigError
-from headrace.base.section import suggest
+from foundation.errors import ConfigError
+from foundation.section import suggest
 
 _RANDOM = "it draws at random, so the output would depend on the order of the documents"
 _UNSUPPORTED = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 def read_entries(paths: Sequence[str], *, field: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 def import_optional(module: str, *, package: str, field: str) -> Any:

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import LocalPath
-from headrace.base.section import Count, Index, Section, parse, suggest
+from foundation.errors import ConfigError
+from foundation.paths import LocalPath
+from foundation.section import Count, Index, Section, parse, suggest
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]

@@ -15,10 +15,10 @@ from pydantic import Field, field_validator, model_validator
 from data_prep.config.cleaning import CleaningSteps
 from data_prep.config.dedup import DedupSection
 from data_prep.config.text_policy import TextPolicy
-from headrace.base import configfile
-from headrace.base.errors import ConfigError
-from headrace.base.paths import LocalPath, PathOrUrl
-from headrace.base.section import Section, parse
+from foundation import configfile
+from foundation.errors import ConfigError
+from foundation.paths import LocalPath, PathOrUrl
+from foundation.section import Section, parse
 
 SourceType = Literal["text", "jsonl", "parquet", "datasets", "arrow", "warc", "webdataset"]
 EngineChoice = Literal["auto", "fastokens", "gigatoken", "tokenizers", "sentencepiece"]

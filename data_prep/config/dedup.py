@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.base.section import Count, Index, Section
+from foundation.section import Count, Index, Section
 
 
 class NearSection(Section):

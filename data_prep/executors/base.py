@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from data_prep.task import Counts, Report, Task
-from headrace.base.errors import EXIT_LOST, ConfigError, DataError, HeadraceError
+from foundation.errors import EXIT_LOST, ConfigError, DataError, HeadraceError
 
 _CONNECT_TIMEOUT_S = 5.0
 _FINISHED_CHECK_INTERVAL_S = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.executors.base import Executor, default_workers
 from data_prep.executors.local import LocalExecutor
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from data_prep.executors.base import check_reachable, default_workers
 from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, execute_assignment, lost_task_error
 from data_prep.task import Report, Task
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 SETTINGS = {
     # By default Ray detects a lost machine after 300 s, with these settings after about 10. The head node reads those

@@ -19,7 +19,7 @@ from typing import Any
 from data_prep.executors.base import check_reachable, default_workers
 from data_prep.executors.task_claims import Assignment, TaskClaims, TaskOutcome, execute_assignment, lost_task_error
 from data_prep.task import Report, Task
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 _DEFAULTS = {
     "spark.app.name": "headrace data_prep",

@@ -26,7 +26,7 @@ from typing import Any
 
 from data_prep.executors.base import attempt_task, raise_if_failed
 from data_prep.task import Counts, Report, Task, os_errors_as_data_errors
-from headrace.base.errors import DataError, HeadraceError
+from foundation.errors import DataError, HeadraceError
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _NO_START_WARNING_S = 60.0

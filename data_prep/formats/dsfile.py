@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from data_prep.formats.memory_map import map_file
 from data_prep.formats.sorted_search import I64, first_not_below
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 DS, LOSS = ".ds", ".loss"
 INDEX = ".index"

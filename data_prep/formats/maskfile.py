@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from data_prep.formats.dsfile import DS, LOSS
 from data_prep.formats.memory_map import map_file
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 MASK = ".mask"
 _WRITE_BYTES = 4 << 20

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.memory_map import map_file
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 I64 = npt.NDArray[np.int64]
 

@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from data_prep.formats.memory_map import map_file
 from data_prep.formats.sorted_search import I64, first_not_below
-from headrace.base.directory import read_manifest
-from headrace.base.errors import DataError
+from foundation.directory import read_manifest
+from foundation.errors import DataError
 
 Array = npt.NDArray[Any]
 

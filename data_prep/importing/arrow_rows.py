@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from data_prep.importing.columns import ATTENTION, IGNORED, LABELS, LOSS_MASKS, find_ids
 from data_prep.importing.documents import Array, Documents
-from headrace.base.errors import DataError
-from headrace.base.foreign_folders import file_beside
-from headrace.base.foreign_json import read_json
+from foundation.errors import DataError
+from foundation.foreign_folders import file_beside
+from foundation.foreign_json import read_json
 
 STATE = "state.json"
 _ROWS = 1024

@@ -26,8 +26,8 @@ import pyarrow as pa
 from data_prep.formats.memory_map import map_file
 from data_prep.importing.columns import find_ids
 from data_prep.importing.documents import BLOCK_TOKENS, Array, Documents, by_blocks
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.foreign_folders import file_beside
+from foundation.errors import ConfigError, DataError
+from foundation.foreign_folders import file_beside
 
 INDEX = "index.json"
 _TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 IDS = ("input_ids", "tokens", "token_ids")
 LABELS, ATTENTION = "labels", "attention_mask"

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import FOLDER, LOCAL, PLACE
+from foundation.errors import ConfigError, DataError
+from foundation.paths import FOLDER, LOCAL, PLACE
 
 if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for them
     from data_prep.importing.documents import TokenSource
     from data_prep.importing.find import FoundTokens
     from data_prep.importing.task import Borders, ImportTask, Rules
-    from headrace.base.directory import Manifest
+    from foundation.directory import Manifest
 
 _SHARD_BYTES = 512 << 20
 _WORKER_BYTES = 256 << 20
@@ -113,7 +113,7 @@ def import_tokens(
     from data_prep.importing.find import find  # noqa: PLC0415
     from data_prep.tokenizer.existing import import_tokenizer  # noqa: PLC0415
     from data_prep.tokenizer.load import describe  # noqa: PLC0415
-    from headrace.base.directory import commit, staged  # noqa: PLC0415
+    from foundation.directory import commit, staged  # noqa: PLC0415
 
     if out.exists():
         raise DataError(f"{out} exists already\n  try: remove it, or choose another output")
@@ -275,7 +275,7 @@ def _run(tasks: list[ImportTask], *, workers: int, size: int) -> dict[Any, dict[
 
 def _parent(found: FoundTokens, tokens: Path) -> dict[str, Any]:
     """The manifest's entry of the source: names and sizes; checksums of the output cover the contents."""
-    from headrace.base.directory import fingerprint_of  # noqa: PLC0415
+    from foundation.directory import fingerprint_of  # noqa: PLC0415
 
     files = [(source.path.name, _size(source)) for source in _all(found)]
     sizes = sum(size for _, size in files)

@@ -13,9 +13,9 @@ from data_prep.importing import arrow_rows, chunk_files
 from data_prep.importing.documents import TokenSource
 from data_prep.importing.flat_arrays import FlatFile, open_flat
 from data_prep.importing.indexed_files import open_file
-from headrace.base.directory import MANIFEST
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.foreign_folders import what_it_is
+from foundation.directory import MANIFEST
+from foundation.errors import ConfigError, DataError
+from foundation.foreign_folders import what_it_is
 
 _TRAIN, _HELDOUT = SPLITS
 _HELDOUT_WORDS = {"val", "valid", "validation", "heldout", "eval", "dev"}

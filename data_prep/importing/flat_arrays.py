@@ -17,7 +17,7 @@ import numpy as np
 
 from data_prep.formats.memory_map import map_file
 from data_prep.importing.documents import BLOCK_TOKENS, Array, Documents, by_blocks
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 
 _LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """Magic number of llm.c -> (version, dtype)."""

@@ -16,7 +16,7 @@ from data_prep.importing.documents import I64, Documents, TokenSource, split_at
 from data_prep.task import Counts, Report
 from data_prep.tasks.reduce import LENGTH_BINS, length_histogram
 from data_prep.tokenizer.text_bytes import IdBytes
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 Borders = Literal["format", "eos", "none"]
 

@@ -18,7 +18,7 @@ from data_prep.sources.listing import ResolvedSource
 from data_prep.sources.units import Plan, Unit, units
 from data_prep.task import read_marker
 from data_prep.tasks.make_tokenizer import read_pieces
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 _SHOWN = 3
 

@@ -37,12 +37,12 @@ from data_prep.task import SCRATCH
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.sorted_runs import task_directory
-from headrace.base.directory import fingerprint_of, sync, write_json
-from headrace.base.errors import DataError
-from headrace.base.lock import lock_file
-from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import find_manifest
-from headrace.base.remote_output import local_output
+from foundation.directory import fingerprint_of, sync, write_json
+from foundation.errors import DataError
+from foundation.lock import lock_file
+from foundation.paths import is_store_url
+from foundation.remote_directory import find_manifest
+from foundation.remote_output import local_output
 
 FORMAT = 4
 """Version of the tasks' results and of their files for other tasks; a job of another version is not resumed.

@@ -16,7 +16,7 @@ from data_prep.task import Counts
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.tokenizer_sample import SPREAD, sample_texts
-from headrace.base.errors import ConfigError, HeadraceError
+from foundation.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from data_prep.tokenizer.store import SpooledTexts

@@ -29,10 +29,10 @@ from data_prep.tasks.map import NAMED_DOCUMENTS, sum_counts
 from data_prep.tasks.reduce import sum_shards
 from data_prep.tasks.sorted_runs import list_runs
 from data_prep.tasks.texts import BAD_RECORDS
-from headrace.base.directory import Manifest, Parents, commit
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_output import finished
-from headrace.base.storage import read_file
+from foundation.directory import Manifest, Parents, commit
+from foundation.errors import ConfigError, DataError
+from foundation.remote_output import finished
+from foundation.storage import read_file
 
 _MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
 

@@ -24,8 +24,8 @@ from data_prep.tasks.map import MapTask
 from data_prep.tasks.merge import MergeTask
 from data_prep.tasks.reduce import ReduceTask
 from data_prep.tasks.remove_lines import HashLinesTask
-from headrace.base.directory import Manifest
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import Manifest
+from foundation.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from data_prep.tasks.reduce import ReduceTask, Shard
 from data_prep.tasks.remove_lines import HashLinesTask, lines_section
 from data_prep.tasks.runs_reader import KEYS, RunsReader, memory_bytes
 from data_prep.tasks.sorted_runs import SortedRunPaths
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 Facts = dict[str, Any]
 """JSON: `lines`, compared lines; `runs` and `documents` of each map task; `read` and `kept`, [sources, splits, 3] of

@@ -19,8 +19,8 @@ from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch
 from data_prep.sources.units import Unit
 from data_prep.tokenizer.fingerprint import check_path, content_fingerprint
-from headrace.base.directory import sha256_of_file
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import sha256_of_file
+from foundation.errors import ConfigError, DataError
 
 _SHOWN = 5  # damaged files in a message
 

@@ -31,9 +31,9 @@ from data_prep.sources.listing import ResolvedSource, listing_fingerprint, resol
 from data_prep.sources.units import Plan, group, units
 from data_prep.task import os_errors_as_data_errors, read_marker
 from data_prep.tasks.make_tokenizer import read_lines
-from headrace.base.directory import free_bytes
-from headrace.base.errors import DataError
-from headrace.base.remote_publish import check_can_publish
+from foundation.directory import free_bytes
+from foundation.errors import DataError
+from foundation.remote_publish import check_can_publish
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any
 from data_prep.job.directory import FORMAT, Job
 from data_prep.job.planning import Facts
 from data_prep.task import with_checksum, without_checksum
-from headrace.base.directory import fingerprint_of, write_json
-from headrace.base.lock import LockedError, lock_file
-from headrace.base.version import __version__
+from foundation.directory import fingerprint_of, write_json
+from foundation.lock import LockedError, lock_file
+from foundation.version import __version__
 
 _WAIT_S = 600.0
 """Longest wait for the share that plans, in seconds: it may be frozen, and a second plan is equal."""

@@ -15,7 +15,7 @@ from data_prep.formats.tokenfile import SPLITS
 from data_prep.tasks.reduce import Shard
 from data_prep.tasks.runs_reader import KEYS, Group, RunsReader
 from data_prep.tasks.sorted_runs import Array, SortedRun
-from headrace.base.directory import write_json
+from foundation.directory import write_json
 
 _FEW_DOCUMENTS = 256
 """Documents per shard below which a range of keys may be empty, so that the documents are looked up."""

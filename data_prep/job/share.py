@@ -24,9 +24,9 @@ from data_prep.executors.base import Executor
 from data_prep.job import phases, prepare
 from data_prep.job.directory import Job
 from data_prep.task import Task, read_marker
-from headrace.base.directory import Manifest
-from headrace.base.errors import DataError
-from headrace.base.lock import LockedError
+from foundation.directory import Manifest
+from foundation.errors import DataError
+from foundation.lock import LockedError
 
 _POLL_S = 0.5
 _TELL_S = 60.0

@@ -23,9 +23,9 @@ from pathlib import Path
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.shipped import SHARE
-from headrace.base.slurm import cancel_jobs, run_slurm, submit_job
+from foundation.errors import ConfigError, DataError
+from foundation.shipped import SHARE
+from foundation.slurm import cancel_jobs, run_slurm, submit_job
 
 DEFAULT_SHARES = 8
 FAILURE = "failure.txt"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.job.slurm import CHAIN_LOG, FAILURE, run_command
-from headrace.base.directory import write_text
-from headrace.base.errors import ConfigError
+from foundation.directory import write_text
+from foundation.errors import ConfigError
 
 _FAILED = "F,TO,OOM,NF,CA,PR,BF,DL"
 _SHOWN, _LINES = 5, 5

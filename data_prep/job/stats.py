@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.tokenizer.long_words import NAMED_CHARACTERS
-from headrace.base.html import document, html, join
-from headrace.base.remote_directory import manifest_of
+from foundation.html import document, html, join
+from foundation.remote_directory import manifest_of
 
 _BAR = 30
 _WIDTH, _HEIGHT, _GAP = 560, 120, 2

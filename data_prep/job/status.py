@@ -13,10 +13,10 @@ from data_prep.config.corpus import CorpusConfig
 from data_prep.job.directory import Job
 from data_prep.job.phases import phases_of
 from data_prep.job.slurm import CHAIN_LOG, FAILURE, last_logs
-from headrace.base.directory import read_manifest
-from headrace.base.errors import DataError
-from headrace.base.remote_output import finished
-from headrace.base.section import parse
+from foundation.directory import read_manifest
+from foundation.errors import DataError
+from foundation.remote_output import finished
+from foundation.section import parse
 
 _LOG_LINES = 8
 _SILENT_S = 30.0

@@ -23,13 +23,13 @@ from typing import Any
 from data_prep.job.directory import Job
 from data_prep.task import read_marker_file
 from data_prep.tasks.cleaning import DROPPED_TEXTS
-from headrace.base.directory import MANIFEST, Manifest, entries, fingerprint_of, write_manifest
-from headrace.base.errors import DataError
-from headrace.base.lock import lock_file
-from headrace.base.remote_directory import find_manifest, for_each
-from headrace.base.remote_output import local_output
-from headrace.base.remote_publish import publish, remove_probes
-from headrace.base.storage import Stat, delete, objects_below, put_if_absent, put_object, read_object
+from foundation.directory import MANIFEST, Manifest, entries, fingerprint_of, write_manifest
+from foundation.errors import DataError
+from foundation.lock import lock_file
+from foundation.remote_directory import find_manifest, for_each
+from foundation.remote_output import local_output
+from foundation.remote_publish import publish, remove_probes
+from foundation.storage import Stat, delete, objects_below, put_if_absent, put_object, read_object
 
 CLAIM = ".job.json"
 SKIPPED, SOURCES = "skipped.jsonl", "sources.jsonl"

@@ -33,10 +33,10 @@ from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.packing.long_documents import Long, count_targets, describe, shorten
 from data_prep.task import Counts, Marker, Report
-from headrace.base.directory import Manifest, commit, fresh_staging, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.lock import lock_file
-from headrace.base.paths import LOCAL
+from foundation.directory import Manifest, commit, fresh_staging, read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.lock import lock_file
+from foundation.paths import LOCAL
 
 LOOK_AHEAD = 1 << 16
 """Documents per block. With web-like lengths, padding is 0.01 % at T = 2048 and 8192; a block takes a dozen MB."""

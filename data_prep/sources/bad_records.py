@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.sources.records import DAMAGED_FILE, NO_TEXT, NOT_TEXT, BadRecord
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 _SHOWN = 5
 

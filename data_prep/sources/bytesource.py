@@ -17,7 +17,7 @@ import zstandard
 from isal import isal_zlib
 
 from data_prep.sources import storage
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 10

@@ -19,7 +19,7 @@ from data_prep.sources.arrow_values import (
 )
 from data_prep.sources.conversation import conversation_hint, conversation_line, prompt_and_answer
 from data_prep.sources.records import TOO_LONG, BadRecord, TextBatch, WantedFields, too_long
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> bool:

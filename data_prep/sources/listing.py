@@ -16,8 +16,8 @@ from data_prep.config.corpus import Source, SourceType
 from data_prep.sources import saved, storage
 from data_prep.sources.bytesource import lz4_frame
 from data_prep.sources.local_files import expand_glob, file_stat, is_excluded, walk_files
-from headrace.base.errors import ConfigError
-from headrace.base.storage import is_remote
+from foundation.errors import ConfigError
+from foundation.storage import is_remote
 
 _JSONL = (
     *("*.jsonl", "*.ndjson"),
@@ -53,7 +53,7 @@ class InputFile:
         name: identifies the file within the source, whatever directory the source is in.
         path: current path or URL.
         bytes: size as stored.
-        version: `KEY=VALUE` from the store's metadata (`headrace.base.storage.Stat`), or empty.
+        version: `KEY=VALUE` from the store's metadata (`foundation.storage.Stat`), or empty.
     """
 
     name: str

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from data_prep.sources.storage import SKIPPED_FOLDERS
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 RECURSIVE = "**"
 LINKED, LOOPED = "links to directories (not followed)", "links to directories that are read already"

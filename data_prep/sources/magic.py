@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from data_prep.sources.storage import is_compressed
-from headrace.base.storage import is_remote
+from foundation.storage import is_remote
 
 HEAD_BYTES = 512
 _TAR_AT = 257

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from data_prep.sources import columns, storage
 from data_prep.sources.bytesource import DamagedFileError
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch, WantedFields
-from headrace.base.storage import is_remote
+from foundation.storage import is_remote
 
 _ROWS = 1024
 

@@ -9,8 +9,8 @@ from data_prep.sources import jsonl, storage, text
 from data_prep.sources.bytesource import DamagedFileError, Digest
 from data_prep.sources.records import DAMAGED_FILE, BadRecord, TextBatch, WantedFields
 from data_prep.sources.units import Unit
-from headrace.base.errors import DataError
-from headrace.base.storage import Stat, StorageError
+from foundation.errors import DataError
+from foundation.storage import Stat, StorageError
 
 
 def wanted_fields(source: Source, others: Sequence[str] = (), *, max_bytes: int | None = None) -> WantedFields:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.config.corpus import Source
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.foreign_folders import file_beside
-from headrace.base.foreign_json import read_json
+from foundation.errors import ConfigError, DataError
+from foundation.foreign_folders import file_beside
+from foundation.foreign_json import read_json
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 

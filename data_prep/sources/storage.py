@@ -1,4 +1,4 @@
-"""Input storage: local files, or URLs (`s3://`, `hf://`, `gs://`, ...), which `headrace.base.storage` opens.
+"""Input storage: local files, or URLs (`s3://`, `hf://`, `gs://`, ...), which `foundation.storage` opens.
 
 All access to input bytes goes through this module. Outputs and job directories are on local or shared file systems:
 they need atomic renames, which object stores lack.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from headrace.base.storage import Stat, filesystem, is_remote, stat_of, storage_errors
+from foundation.storage import Stat, filesystem, is_remote, stat_of, storage_errors
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 """Directories of a corpus that are skipped, like hidden ones."""

@@ -28,7 +28,7 @@ class Unit:
         start, end: byte range of the file that this unit hashes (and reads, if jsonl); the units of a file cover it.
         first_group, end_group: row groups [first, end) of a parquet file; 0, 0 for other types.
         part, parts: number of this unit among the units of its file, and their number.
-        file_bytes, file_version: size and version of the file when the job was planned (`headrace.base.storage.Stat`).
+        file_bytes, file_version: size and version of the file when the job was planned (`foundation.storage.Stat`).
     """
 
     source: str

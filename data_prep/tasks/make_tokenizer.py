@@ -14,8 +14,8 @@ from data_prep.dedup.minhash_task import write_token_classes
 from data_prep.sources.conversation import TEMPLATE_FILE
 from data_prep.sources.units import Unit
 from data_prep.task import Counts, DirectoryTask, Marker, Report
-from headrace.base.directory import write_json
-from headrace.base.remote_folder import local_folder
+from foundation.directory import write_json
+from foundation.remote_folder import local_folder
 
 _NO_END = (
     "no token that ends the assistant's turn counts in the loss, so a model does not learn to stop: put the end of "

@@ -28,8 +28,8 @@ from data_prep.task import (
 )
 from data_prep.tasks.runs_reader import GroupContent, RunsReader
 from data_prep.tasks.sorted_runs import Array
-from headrace.base.directory import sync, write_json
-from headrace.base.storage import patiently, same_object, upload
+from foundation.directory import sync, write_json
+from foundation.storage import patiently, same_object, upload
 
 LENGTH_BINS = 32
 

@@ -38,8 +38,8 @@ from data_prep.tasks.run_checksums import (
     view_checksums,
 )
 from data_prep.tokenizer.engines import Tokens
-from headrace.base.directory import write_json
-from headrace.base.errors import DataError
+from foundation.directory import write_json
+from foundation.errors import DataError
 
 Array = npt.NDArray[Any]
 

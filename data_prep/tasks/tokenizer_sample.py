@@ -20,7 +20,7 @@ from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import Unit, is_divisible
 from data_prep.tasks.cleaning import Cleaner
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 SPREAD = 8
 """Multiple of the sample's size that is read of a large corpus: the sample then has text from many places, at the cost

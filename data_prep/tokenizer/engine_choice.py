@@ -26,7 +26,7 @@ from data_prep.tokenizer.engines import (
     open_engine,
 )
 from data_prep.tokenizer.load import reference_of
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from data_prep.tokenizer.engines import find_mismatch, open_engine
 from data_prep.tokenizer.fingerprint import MODEL_FILE, MODEL_FILES, NAMED_TEMPLATES, TOKENIZER_JSON
 from data_prep.tokenizer.load import REFERENCE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, load, reference_of
 from data_prep.tokenizer.train import write_folder
-from headrace.base.directory import write_json
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
+from foundation.directory import write_json
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
 
 
 def import_tokenizer(path: str, folder: Path) -> list[str]:

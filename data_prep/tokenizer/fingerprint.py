@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 
-from headrace.base.directory import fingerprint_of, sha256_of_file
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_folder import local_folder
+from foundation.directory import fingerprint_of, sha256_of_file
+from foundation.errors import ConfigError, DataError
+from foundation.remote_folder import local_folder
 
 TOKENIZER_JSON = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from data_prep.config.text_policy import TextPolicy
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, fingerprint_of_loaded
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from data_prep.tokenizer.fingerprint import MODEL_FILE, MODEL_FILES
 from data_prep.tokenizer.load import REFERENCE, TOKENIZER_CONFIG
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _UNIGRAM, _BPE = 1, 2

@@ -23,9 +23,9 @@ from typing import IO
 from data_prep.config.corpus import TokenizerSection
 from data_prep.task import MARKER, SCRATCH, atomic_directory, read_marker, scratch_path, with_checksum
 from data_prep.tokenizer import long_words, sentencepiece_model, train
-from headrace.base.directory import fingerprint_of, write_json
-from headrace.base.errors import DataError
-from headrace.base.version import __version__
+from foundation.directory import fingerprint_of, write_json
+from foundation.errors import DataError
+from foundation.version import __version__
 
 _KEPT = 4
 _ABANDONED_S = 24 * 3600.0

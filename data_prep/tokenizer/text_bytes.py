@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
 
 _CHUNK_TOKENS = 1 << 24
 _BYTE = re.compile("<0x[0-9A-F]{2}>")

@@ -20,8 +20,8 @@ from data_prep.tokenizer import sentencepiece_model
 from data_prep.tokenizer.fingerprint import MODEL_FILE, TOKENIZER_JSON
 from data_prep.tokenizer.load import REFERENCE, TOKENIZER_CONFIG
 from data_prep.tokenizer.long_words import NAMED_CHARACTERS, cut_long_words
-from headrace.base.directory import write_json
-from headrace.base.errors import ConfigError
+from foundation.directory import write_json
+from foundation.errors import ConfigError
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

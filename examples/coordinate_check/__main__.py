@@ -24,8 +24,8 @@ from examples.coordinate_check.picture import save_coordinates, save_rates
 from examples.coordinate_check.rates import sweep
 from examples.coordinate_check.sizes import Grid
 from examples.coordinate_check.text import as_json, sweep_lines, sweeps_json, text_lines, uneven
-from headrace.base.cli import add_config_arguments, guarded
-from headrace.base.directory import write_text
+from foundation.cli import add_config_arguments, guarded
+from foundation.directory import write_text
 from pipeline.config.load import load_config
 
 Number = TypeVar("Number", int, float)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from examples.coordinate_check.check import Line
 from examples.coordinate_check.coordinates import PLACES
 from examples.coordinate_check.rates import Sweep
-from headrace.base.directory import write_text
+from foundation.directory import write_text
 
 _COLORS = ("#1f5fa8", "#c2571a", "#3d8b4f", "#7d4fa3", "#5a636b")
 _MARKERS = ("o", "s", "^", "D", "v")

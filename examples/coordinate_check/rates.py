@@ -9,7 +9,7 @@ from statistics import mean
 
 from examples.coordinate_check.coordinates import begin, losses
 from examples.coordinate_check.sizes import Grid, Name, Size, check_config, resized
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.config.sections.run import Config
 
 LAST = 0.1

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from transformers import CONFIG_MAPPING
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.parametrization import BaseModelSection
 from pipeline.config.sections.run import Config, ModelSection

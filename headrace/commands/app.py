@@ -1,4 +1,4 @@
-"""The command `headrace`: every verb of `headrace.base.verbs`. Nothing here imports torch."""
+"""The command `headrace`: every verb of `foundation.verbs`. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.base.cli import leave
-from headrace.base.command_line import Parser, add_verbs, execute
-from headrace.base.errors import ConfigError
-from headrace.base.verbs import VERBS
-from headrace.base.version import __version__
+from foundation.cli import leave
+from foundation.command_line import Parser, add_verbs, execute
+from foundation.errors import ConfigError
+from foundation.verbs import VERBS
+from foundation.version import __version__
 
 _TEXT = "From raw text to a small language model that serves. 'headrace VERB --help' shows the options of a verb."
 _SHELLS = {"bash": ".bashrc", "zsh": ".zshrc"}

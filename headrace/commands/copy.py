@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.base.directory import MANIFEST
-from headrace.base.errors import DataError
-from headrace.base.paths import local_path
-from headrace.base.remote_directory import fetch, local_manifest, remote_manifest
-from headrace.base.remote_publish import check_can_publish, publish, remove_probes, sizes_below
-from headrace.base.run_copy import fetch_run, publish_run
-from headrace.base.storage import is_remote
+from foundation.directory import MANIFEST
+from foundation.errors import DataError
+from foundation.paths import local_path
+from foundation.remote_directory import fetch, local_manifest, remote_manifest
+from foundation.remote_publish import check_can_publish, publish, remove_probes, sizes_below
+from foundation.run_copy import fetch_run, publish_run
+from foundation.storage import is_remote
 
 _TEXT = """\
 Copies a finished directory (tokens, a model, logits, a run with its checkpoints) to an object store, or from one.

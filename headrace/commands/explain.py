@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from headrace.base.command_line import complete_with
-from headrace.base.config_kinds import KINDS, example_file, keys, parts_of
-from headrace.base.errors import ConfigError
-from headrace.base.json_schema import NO_DEFAULT, Key, as_json
-from headrace.base.section import suggest
+from foundation.command_line import complete_with
+from foundation.config_kinds import KINDS, example_file, keys, parts_of
+from foundation.errors import ConfigError
+from foundation.json_schema import NO_DEFAULT, Key, as_json
+from foundation.section import suggest
 
 _TEXT = """\
 Explains a config key: what it means, its type, its default and an example.

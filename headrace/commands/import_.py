@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from data_prep.importing import command as tokens
-from headrace.base.command_line import publish_outputs
-from headrace.base.errors import ConfigError
-from headrace.base.foreign_folders import recognise
-from headrace.base.paths import LOCAL, is_store_url
-from headrace.base.remote_output import local_output
+from foundation.command_line import publish_outputs
+from foundation.errors import ConfigError
+from foundation.foreign_folders import recognise
+from foundation.paths import LOCAL, is_store_url
+from foundation.remote_output import local_output
 
 _TEXT = """\
 Turns what other tools wrote into directories of headrace.

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headrace.base.directory import MANIFEST, check_sizes, verify
-from headrace.base.errors import DataError
-from headrace.base.paths import LOCAL
-from headrace.base.remote_directory import local_manifest
-from headrace.base.storage import StorageError
+from foundation.directory import MANIFEST, check_sizes, verify
+from foundation.errors import DataError
+from foundation.paths import LOCAL
+from foundation.remote_directory import local_manifest
+from foundation.storage import StorageError
 
 _TEXT = """\
 Pushes a finished directory to the Hugging Face Hub: a model to a model repository, tokens to a dataset repository.

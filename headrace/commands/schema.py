@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.base.command_line import complete_with
-from headrace.base.config_kinds import KINDS, keys
-from headrace.base.errors import ConfigError
-from headrace.base.json_schema import NO_DEFAULT, Key, as_json
-from headrace.base.paths import LOCAL
+from foundation.command_line import complete_with
+from foundation.config_kinds import KINDS, keys
+from foundation.errors import ConfigError
+from foundation.json_schema import NO_DEFAULT, Key, as_json
+from foundation.paths import LOCAL
 
 _INTRODUCTION = """\
 Made by `headrace schema --markdown` from the classes that read the files; do not edit it. `headrace explain KEY`

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.base import configfile
-from headrace.base.directory import kind_of
+from foundation import configfile
+from foundation.directory import kind_of
 from pipeline.cluster.status import command
 
 add_arguments = command.add_arguments

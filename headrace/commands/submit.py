@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import LOCAL
+from foundation.errors import ConfigError
+from foundation.paths import LOCAL
 
 _TEXT = """\
 Submits data prep, training, export and compression to Slurm as a chain of jobs.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base import configfile
-from headrace.base.errors import ConfigError
-from headrace.base.remote_run import working_directory
+from foundation import configfile
+from foundation.errors import ConfigError
+from foundation.remote_run import working_directory
 
 VERBS = {"prune": ["prune"], "quantize": ["quantize"], "compress": ["compress", "run"]}
 """Kind of a config -> the verb of `python -m pipeline` that runs it in one process."""

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.base.cli import guarded
-from headrace.base.configfile import load
-from headrace.base.errors import ConfigError
+from foundation.cli import guarded
+from foundation.configfile import load
+from foundation.errors import ConfigError
 from headrace.submission.configs import elements
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import is_url
+from foundation.errors import ConfigError
+from foundation.paths import is_url
 from headrace.submission.configs import Element, Given, before, elements
 from headrace.submission.site import SiteConfig
 from headrace.submission.stages import settings_for

@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from headrace.base.errors import ConfigError
-from headrace.base.memory_size import bytes_of
-from headrace.base.paths import LocalPath
-from headrace.base.section import Count, Section, parse
-from headrace.base.shipped import find_shipped
+from foundation.errors import ConfigError
+from foundation.memory_size import bytes_of
+from foundation.paths import LocalPath
+from foundation.section import Count, Section, parse
+from foundation.shipped import find_shipped
 
 FILE = Path("slurm/site.toml")
 STAGES = ("data", "train", "export", "compress")

@@ -19,13 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import COPIED_FROM, code_version, write_json, write_text
-from headrace.base.errors import DataError
-from headrace.base.version import __version__
+from foundation.directory import COPIED_FROM, code_version, write_json, write_text
+from foundation.errors import DataError
+from foundation.version import __version__
 from headrace.submission.configs import Given
 from pipeline.runtime.metrics.times import iso_time
 
-PACKAGES = ("headrace", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
+PACKAGES = ("headrace", "foundation", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
 """Folders of a clone that are copied; headrace/share links to the last two."""
 CLONE = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST
+from foundation.directory import MANIFEST
 from headrace.submission.configs import VERBS, Element, Given, before
 from headrace.submission.environment import settings_of
 from headrace.submission.site import SiteConfig, StageSettings
@@ -116,7 +116,7 @@ def _training(given: Given, after: Sequence[Given], plan: CommonSettings) -> Sta
 
 
 def _with_values(given: Given, element: Element) -> dict[str, Any]:
-    from headrace.base import configfile  # noqa: PLC0415
+    from foundation import configfile  # noqa: PLC0415
 
     return configfile.overridden(given.raw, element.overrides)
 
@@ -139,7 +139,7 @@ def _snapshot(given: Given, plan: CommonSettings) -> dict[str, Mapping[str, Any]
     distill = given.raw.get("distill") if given.kind == "compress" else None
     if not distill:
         return {given.name: given.raw}
-    from headrace.base import configfile  # noqa: PLC0415
+    from foundation import configfile  # noqa: PLC0415
 
     student = f"{given.name}-student"
     named = {**given.raw, "distill": {**distill, "config": str(_config(plan, student))}}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.slurm import JobChain, plan_chain, submit_chain
-from headrace.base.directory import write_text
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
-from headrace.base.shipped import SHARE
-from headrace.base.slurm import cancel_jobs, submit_job
+from foundation.directory import write_text
+from foundation.errors import ConfigError
+from foundation.section import parse
+from foundation.shipped import SHARE
+from foundation.slurm import cancel_jobs, submit_job
 from headrace.submission import snapshot, validate
 from headrace.submission.configs import Element, Given, before, read_configs
 from headrace.submission.request import Request, nodes_of, sweep_of, tasks_of

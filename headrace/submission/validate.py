@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.base.errors import ConfigError, DataError, refuse_all
-from headrace.base.section import parse, suggest
-from headrace.base.slurm import run_slurm
+from foundation.errors import ConfigError, DataError, refuse_all
+from foundation.section import parse, suggest
+from foundation.slurm import run_slurm
 from headrace.submission.configs import Element, Given
 from headrace.submission.site import StageSettings
 

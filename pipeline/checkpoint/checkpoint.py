@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import Manifest, read_manifest
-from headrace.base.remote_directory import remote_manifest
-from headrace.base.storage import objects_below, patiently
+from foundation.directory import Manifest, read_manifest
+from foundation.remote_directory import remote_manifest
+from foundation.storage import objects_below, patiently
 
 IMPORTED = "imported"
 """Key in a manifest's `details`: the checkpoint of another trainer that the run started from."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from headrace.base.directory import sha256_of_file
-from headrace.base.errors import HeadraceError
+from foundation.directory import sha256_of_file
+from foundation.errors import HeadraceError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.metadata import METADATA, TORCH_METADATA
 from pipeline.checkpoint.memory.restart_files import RestartFiles

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headrace.base.directory import Manifest, fresh_staging, staging_path
-from headrace.base.errors import DataError
-from headrace.base.remote_directory import fetch_files, give_name, read_remote_manifest, require_room
-from headrace.base.remote_run import set_aside
-from headrace.base.storage import StorageError, objects_below, patiently
+from foundation.directory import Manifest, fresh_staging, staging_path
+from foundation.errors import DataError
+from foundation.remote_directory import fetch_files, give_name, read_remote_manifest, require_room
+from foundation.remote_run import set_aside
+from foundation.storage import StorageError, objects_below, patiently
 from pipeline.checkpoint.checkpoint import StoredCheckpoint
 from pipeline.runtime.faults.progress import progress_from_io
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero

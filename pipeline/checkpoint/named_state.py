@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.base.errors import CheckpointError
-from headrace.base.interrupts import defer_interrupt
+from foundation.errors import CheckpointError
+from foundation.interrupts import defer_interrupt
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata, State
 from pipeline.checkpoint.format.shards import NamedShard

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata, Ints, State, parts_of
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from headrace.base.directory import staging_path
-from headrace.base.errors import CheckpointError, HeadraceError
+from foundation.directory import staging_path
+from foundation.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
 from pipeline.checkpoint.format.metadata import METADATA
 from pipeline.checkpoint.format.shard_table import State

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.base.directory import check_sizes, commit, fresh_staging, staging_path
-from headrace.base.errors import CheckpointError, HeadraceError
-from headrace.base.remote_run import remote_checkpoints
+from foundation.directory import check_sizes, commit, fresh_staging, staging_path
+from foundation.errors import CheckpointError, HeadraceError
+from foundation.remote_run import remote_checkpoints
 from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo, StoredCheckpoint
 from pipeline.checkpoint.damage import find_damage_collective
 from pipeline.checkpoint.fetch import fetch_collective

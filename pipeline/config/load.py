@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base import configfile
-from headrace.base.errors import ConfigError, refuse_all
-from headrace.base.section import parse, problems_of
+from foundation import configfile
+from foundation.errors import ConfigError, refuse_all
+from foundation.section import parse, problems_of
 from pipeline.config.deepspeed.auto import with_optimizer
 from pipeline.config.deepspeed.defaults import differences
 from pipeline.config.deepspeed.file import translate

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
-from headrace.base.directory import Manifest, check_sizes, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.paths import is_store_url
+from foundation.directory import Manifest, check_sizes, read_manifest
+from foundation.errors import DataError
+from foundation.paths import is_store_url
 from pipeline.data.documents import I64, DocumentBoundaries, find_boundaries, join
 from pipeline.data.files import OpenFiles, ShardSpan, SpanReader
 from pipeline.data.remote_shards import RemoteShards

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from data_prep.formats.indexed import IndexedTokens, open_indexed
 from data_prep.formats.maskfile import mask_path, open_mask
 from data_prep.formats.memory_map import fault_in, will_need
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 _Kept = TypeVar("_Kept")
 

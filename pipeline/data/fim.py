@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from data_prep.tokenizer.load import special_ids
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.data import FimSection
 from pipeline.data.documents import I64, DocumentBoundaries
 from pipeline.data.permutation import derive_key, permute

@@ -23,8 +23,8 @@ from data_prep.formats.tokenfile import with_suffix
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON, tokenizer_fingerprint
 from data_prep.tokenizer.load import describe
 from data_prep.tokenizer.text_bytes import text_bytes
-from headrace.base.directory import MANIFEST, Manifest, fingerprint_of
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import MANIFEST, Manifest, fingerprint_of
+from foundation.errors import ConfigError, DataError
 
 _PIECE_BYTES, _PIECES = 1 << 16, 256
 _CHECKED_TOKENS = 1 << 16

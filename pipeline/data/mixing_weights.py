@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.data import DataSection
 from pipeline.data.sample_order import SampleOrder
 from pipeline.data.weighted_sources import MixtureStage

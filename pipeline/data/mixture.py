@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.packfile import packing_name
-from headrace.base.directory import Manifest, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import is_url
-from headrace.base.remote_folder import local_folder
+from foundation.directory import Manifest, read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.paths import is_url
+from foundation.remote_folder import local_folder
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.data import in_place
 from pipeline.data.dataset import TokenDataset, UnknownIdError, tokenizer_details

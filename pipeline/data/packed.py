@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.packfile import PACK_SUFFIX, PACKING_KIND, PackFile, packing_name
-from headrace.base.directory import Manifest, check_kind, check_sizes, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import cached, find_manifest, read_remote_manifest
+from foundation.directory import Manifest, check_kind, check_sizes, read_manifest
+from foundation.errors import DataError
+from foundation.paths import is_store_url
+from foundation.remote_directory import cached, find_manifest, read_remote_manifest
 from pipeline.data.dataset import Spans, TokenDataset, check_files, find_tokens
 from pipeline.data.documents import I64, DocumentBoundaries
 from pipeline.data.files import MOST, SpanReader

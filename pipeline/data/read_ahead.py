@@ -19,9 +19,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import sha256_of_file, whole_file
-from headrace.base.errors import DataError
-from headrace.base.storage import download
+from foundation.directory import sha256_of_file, whole_file
+from foundation.errors import DataError
+from foundation.storage import download
 from pipeline.data.span_cache import Part, SpanCache
 
 _AT_ONCE = 16

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import DataError
-from headrace.base.storage import StorageError, read_ranges
+from foundation.errors import DataError
+from foundation.storage import StorageError, read_ranges
 from pipeline.data.read_ahead import Index, fetch_index
 from pipeline.data.span_cache import Part, SpanCache
 

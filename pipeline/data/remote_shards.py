@@ -23,12 +23,12 @@ import numpy.typing as npt
 from data_prep.formats.indexed import IndexedTokens
 from data_prep.formats.maskfile import MASK
 from data_prep.formats.tokenfile import TokenFile
-from headrace.base.directory import Manifest, check_kind
-from headrace.base.errors import DataError
-from headrace.base.lock import LockedError
-from headrace.base.remote_directory import cache_root, read_remote_manifest
-from headrace.base.remote_folder import local_tokens
-from headrace.base.storage import objects_below, read_range
+from foundation.directory import Manifest, check_kind
+from foundation.errors import DataError
+from foundation.lock import LockedError
+from foundation.remote_directory import cache_root, read_remote_manifest
+from foundation.remote_folder import local_tokens
+from foundation.storage import objects_below, read_range
 from pipeline.data.files import ShardSpan
 from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
 from pipeline.data.span_cache import Bytes, Part

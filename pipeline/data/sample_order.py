@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.data.permutation import U64, derive_key, permute
 from pipeline.data.weighted_sources import I64, MixtureStage, WeightedSources
 

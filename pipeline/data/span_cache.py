@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from headrace.base.lock import lock_file
+from foundation.lock import lock_file
 
 Bytes = tuple[str, int, int]
 """A range of an object: URL, start and size in bytes."""

@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from headrace.base.directory import MANIFEST, Manifest, check_sizes, free_bytes, read_manifest, sync
-from headrace.base.errors import DataError
-from headrace.base.lock import LockedError, lock_file
-from headrace.base.paths import is_url
-from headrace.base.remote_directory import fetch_files, read_remote_manifest
+from foundation.directory import MANIFEST, Manifest, check_sizes, free_bytes, read_manifest, sync
+from foundation.errors import DataError
+from foundation.lock import LockedError, lock_file
+from foundation.paths import is_url
+from foundation.remote_directory import fetch_files, read_remote_manifest
 
 _CHUNK = 8 << 20
 _MARGIN = 1.02

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from headrace.base.errors import ConfigError, TrainingError
+from foundation.errors import ConfigError, TrainingError
 from pipeline.config.sections.optimizers import OptimizerSection, UpdateScope
 from pipeline.config.sections.run import Config, ModelSection
 from pipeline.engines.base import StepMeasure, StepOutcome, StepResult

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.deepspeed import Fp16Section

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 _PACKAGES = {
     "flash_attention_2": "flash-attn",

@@ -11,9 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_folder import local_folder
-from headrace.base.section import suggest
+from foundation.errors import ConfigError, DataError
+from foundation.remote_folder import local_folder
+from foundation.section import suggest
 from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
 from pipeline.models.folder.model_folder import read_config

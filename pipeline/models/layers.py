@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.folder.weight_files import HfFields
 
 _LAYER = re.compile(r"^(.*?\.(?:layers|layer|h|blocks)\.)(\d+)(\..*)$")

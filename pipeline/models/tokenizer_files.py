@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES, TOKENIZER_FILES
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 # the license is copied too: it must accompany the weights
 _COPIED = (*TOKENIZER_FILES, "*.jinja", f"{NAMED_TEMPLATES}/*.jinja", "LICENSE*")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.models.construction.stored_names import groups_of_model
 
 FUSED = ("gate_up_proj", "down_proj")

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from headrace.base import configfile
-from headrace.base.cli import add_config_arguments
-from headrace.base.errors import ConfigError, refuse_all
-from headrace.base.section import Count, Section, parse, problems_of
+from foundation import configfile
+from foundation.cli import add_config_arguments
+from foundation.errors import ConfigError, refuse_all
+from foundation.section import Count, Section, parse, problems_of
 from pipeline.config.batch import split_batch
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.training import check_optimizer

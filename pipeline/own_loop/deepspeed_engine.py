@@ -16,7 +16,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headrace.base.errors import CheckpointError, ConfigError
+from foundation.errors import CheckpointError, ConfigError
 from pipeline.engines.common import raise_if_non_finite
 from pipeline.engines.deepspeed import state as held
 from pipeline.engines.deepspeed.operators import set_up_deepspeed

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.optimizers import KINDS, UpdateScope
 
 _NAMES = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")

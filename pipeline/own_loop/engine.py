@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.base.errors import TrainingError
-from headrace.base.interrupts import defer_interrupt
+from foundation.errors import TrainingError
+from foundation.interrupts import defer_interrupt
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.save import save_and_wait

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.own_loop.batches import moved, part_of, samples_in
 from pipeline.own_loop.config import BatchShare
 

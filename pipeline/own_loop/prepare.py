@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.schedule import make_schedule
 from pipeline.config.topology import Topology
 from pipeline.engines.build import pick_device

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.format.shards import NamedShard

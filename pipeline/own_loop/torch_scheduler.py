@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.errors import ConfigError, TrainingError
+from foundation.errors import ConfigError, TrainingError
 
 _OWN = "_headrace_scheduler"
 """Attribute of a scheduler's new class that holds its former class."""

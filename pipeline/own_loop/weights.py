@@ -13,8 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headrace.base.directory import commit, fresh_staging
-from headrace.base.errors import DataError
+from foundation.directory import commit, fresh_staging
+from foundation.errors import DataError
 from pipeline.own_loop.state import StateEntry
 
 

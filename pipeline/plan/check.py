@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.errors import ConfigError
-from headrace.base.paths import is_url
-from headrace.base.quick_imports import quick_imports
-from headrace.base.remote_run import remote_checkpoints, up_to_date
+from foundation.cli import add_config_arguments
+from foundation.errors import ConfigError
+from foundation.paths import is_url
+from foundation.quick_imports import quick_imports
+from foundation.remote_run import remote_checkpoints, up_to_date
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.expert_exchange import expert_exchange

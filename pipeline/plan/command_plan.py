@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import LOCAL, RUN
-from headrace.base.quick_imports import quick_imports
+from foundation.errors import ConfigError
+from foundation.paths import LOCAL, RUN
+from foundation.quick_imports import quick_imports
 from pipeline.config.load import read_config
 from pipeline.plan.imbalance import add_imbalance_argument
 

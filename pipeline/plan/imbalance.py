@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 
 

@@ -40,9 +40,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
-from headrace.base.link_errors import is_link_error
-from headrace.base.processes import seconds_since_start
+from foundation.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
+from foundation.link_errors import is_link_error
+from foundation.processes import seconds_since_start
 from pipeline.runtime.goodput.account import read_goodput
 from pipeline.runtime.goodput.text import goodput_line
 from pipeline.runtime.launch import Launch, Rendezvous
@@ -148,7 +148,7 @@ def locked_attempt(
 
 
 def outcome_of(error: BaseException) -> tuple[int, str]:
-    """Exit code and first line of an error, as the entry points end with it (`headrace.base.cli.guarded`)."""
+    """Exit code and first line of an error, as the entry points end with it (`foundation.cli.guarded`)."""
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted (SIGINT)"
     first = (str(error).strip() or repr(error)).splitlines()[0]

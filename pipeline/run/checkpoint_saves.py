@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from headrace.base.errors import CheckpointError, TrainingError
+from foundation.errors import CheckpointError, TrainingError
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult, checkpoint_or_error

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from headrace.base.directory import fingerprint_of
-from headrace.base.errors import CheckpointError, ConfigError, DataError
-from headrace.base.paths import is_url
-from headrace.base.remote_publish import check_can_publish, remove_probes
-from headrace.base.remote_run import remote_checkpoints, working_directory
-from headrace.base.run_copy import publish_run
+from foundation.directory import fingerprint_of
+from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.paths import is_url
+from foundation.remote_publish import check_can_publish, remove_probes
+from foundation.remote_run import remote_checkpoints, working_directory
+from foundation.run_copy import publish_run
 from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
 from pipeline.checkpoint.format.metadata import METADATA, encode_metadata
 from pipeline.checkpoint.format.naming import finished_checkpoints

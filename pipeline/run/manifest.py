@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.directory import write_manifest
+from foundation.directory import write_manifest
 from pipeline.checkpoint.checkpoint import IMPORTED, CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
 from pipeline.data.skips import Skips

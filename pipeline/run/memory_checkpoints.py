@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, remove_left_behind, used
 from pipeline.config.sections.run import RunSection

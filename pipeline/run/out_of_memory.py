@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.base.errors import ConfigError, TrainingError
+from foundation.errors import ConfigError, TrainingError
 from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config

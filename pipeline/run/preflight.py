@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.missing_ranks import SETTLE_S, barrier, deadline, give_up, missing_ranks, unreachable

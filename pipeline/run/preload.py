@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Collection, Iterable
 
-from headrace.base.quick_imports import quick_imports
+from foundation.quick_imports import quick_imports
 
 
 def preload(modules: Iterable[str], engines: Collection[str], model_types: Iterable[str]) -> None:

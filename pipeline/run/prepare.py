@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.errors import ConfigError
-from headrace.base.paths import is_url
-from headrace.base.remote_folder import local_folder
+from foundation.errors import ConfigError
+from foundation.paths import is_url
+from foundation.remote_folder import local_folder
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.rules.fallback_layouts import naming_fallback

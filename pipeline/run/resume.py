@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from headrace.base.directory import MANIFEST, Manifest, existing_parent, read_manifest
-from headrace.base.errors import CheckpointError, ConfigError, DataError
-from headrace.base.remote_directory import CACHE, cache_root
-from headrace.base.section import suggest
+from foundation.directory import MANIFEST, Manifest, existing_parent, read_manifest
+from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.remote_directory import CACHE, cache_root
+from foundation.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import Curve, is_allowed, miscounts, written_keys

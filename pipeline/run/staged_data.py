@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headrace.base.directory import Manifest, fingerprint_of, free_bytes
-from headrace.base.errors import ConfigError
-from headrace.base.remote_directory import cache_root
+from foundation.directory import Manifest, fingerprint_of, free_bytes
+from foundation.errors import ConfigError
+from foundation.remote_directory import cache_root
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.data import DataSection
 from pipeline.data.dataset import TokenDataset

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
-from headrace.base.task_figures import figures_line
+from foundation.errors import ConfigError
+from foundation.task_figures import figures_line
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.topology import sequence_chunks

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export import export as export_module
 from pipeline.models.construction import materialize as model_materialize

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from benchmarks.checkpoint_plan import LLAMA_70B, zero3_states
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format import metadata as metadata_module
 from pipeline.checkpoint.format.metadata import (

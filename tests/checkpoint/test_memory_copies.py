@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.directory import sha256_of_file
+from foundation.directory import sha256_of_file
 from pipeline.checkpoint.memory import memory_copies
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies, room
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, remove_left_behind, used

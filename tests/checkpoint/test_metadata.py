@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.coverage import coverage_error, unevenly_covered
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.format.shard_table import ShardTable, StoredTensor, padded

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.format.shards import NamedShard, split_flat_range

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory import memory_server

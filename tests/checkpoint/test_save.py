@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from headrace.base.directory import read_manifest, verify
-from headrace.base.errors import CheckpointError
+from foundation.directory import read_manifest, verify
+from foundation.errors import CheckpointError
 from pipeline.checkpoint import named_state, save
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.export.read_weights import CheckpointWeights

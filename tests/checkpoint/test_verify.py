@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from headrace.base.directory import commit
+from foundation.directory import commit
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.export.verify import verify_checkpoint

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.base.configfile import set_value
+from foundation.configfile import set_value
 from tests.conftest import ROOT, tiny_config, write_config
 
 FILES: dict[str, dict[str, Any]] = {

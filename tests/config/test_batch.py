@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes, resolve_batch, split_batch, split_padded_batch
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import AXES, Topology

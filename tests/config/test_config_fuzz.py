@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.base.configfile import set_value
-from headrace.base.errors import ConfigError, HeadraceError
-from headrace.base.json_schema import keys_of, schema_of
+from foundation.configfile import set_value
+from foundation.errors import ConfigError, HeadraceError
+from foundation.json_schema import keys_of, schema_of
 from pipeline.config.batch import split_padded_batch
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
 from pipeline.config.deepspeed.keys import REFUSED, REFUSED_BF16, REFUSED_FP16, REFUSED_ZERO

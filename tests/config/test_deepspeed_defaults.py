@@ -21,8 +21,8 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero import offload_config as offload
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from headrace.base.config_kinds import keys
-from headrace.base.json_schema import Key
+from foundation.config_kinds import keys
+from foundation.json_schema import Key
 from pipeline.config.deepspeed.auto import OWNED
 from pipeline.config.deepspeed.defaults import DEFAULTS, DIFFERENCES
 from pipeline.config.load import LoadedConfig, read_config

@@ -12,7 +12,7 @@ from deepspeed.runtime.config import get_pipeline_config
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from headrace.base.errors import CombinedConfigError, ConfigError
+from foundation.errors import CombinedConfigError, ConfigError
 from pipeline.config.deepspeed.auto import resolve_auto
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from headrace.base.section import Section
+from foundation.section import Section
 from pipeline.config.sections.run import Config
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError, problems_in
+from foundation.errors import ConfigError, problems_in
 from pipeline.config.foreign_files import NAMES, TOOLS
 from pipeline.config.load import load_config, read_config
 from pipeline.config.sections.run import Config

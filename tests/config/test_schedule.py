@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.sections.run import Config
 from tests.conftest import launch, losses, tiny_config, write_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.shares import ShareRule, largest_remainder

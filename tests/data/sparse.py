@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from headrace.base.directory import write_manifest
+from foundation.directory import write_manifest
 
 TOKENIZER = {"fingerprint": "none", "vocab_size": 50_000, "eos_id": 0, "bos_id": None, "pad_id": None}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from data_prep.packing.pack import pack
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data.loader import StepLoader

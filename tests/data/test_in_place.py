@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from data_prep.formats.tokenfile import TokenFileWriter
 from data_prep.importing.command import import_tokens
 from data_prep.tokenizer.load import describe
-from headrace.base.directory import commit, fresh_staging
-from headrace.base.errors import ConfigError, DataError, HeadraceError
-from headrace.base.section import parse
+from foundation.directory import commit, fresh_staging
+from foundation.errors import ConfigError, DataError, HeadraceError
+from foundation.section import parse
 from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
 from pipeline.data.trained_sample import document_slices

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection, SourceSection
 from pipeline.config.shares import Shares

@@ -13,7 +13,7 @@ import pytest
 from data_prep.config.corpus import TokenizerSection
 from data_prep.formats.maskfile import MASK, open_mask
 from data_prep.tokenizer.train import train
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data import files as files_module

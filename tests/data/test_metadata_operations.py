@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.data.dataset import TokenDataset
 from tests.conftest import ROOT, tiny_config, write_config
 from tests.data.sparse import write_sparse

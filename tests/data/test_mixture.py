@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.load import load_config
 from pipeline.config.rules.curve import curve_fields

@@ -15,9 +15,9 @@ import pytest
 
 from data_prep.formats.maskfile import mask_path
 from data_prep.formats.tokenfile import TokenFile
-from headrace.base.directory import Manifest, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.directory import Manifest, read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data.dataset import TokenDataset

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.data.permutation import derive_key, permute
 from pipeline.data.sample_order import SampleOrder
 from pipeline.data.skips import NO_SKIPS, Skip, Skips

@@ -23,9 +23,9 @@ from data_prep.packing import pack as packing
 from data_prep.packing.best_fit import best_fit
 from data_prep.packing.long_documents import Long, count_targets, shorten
 from data_prep.packing.pack import pack
-from headrace.base.directory import read_manifest, verify
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.directory import read_manifest, verify
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
 from pipeline.data.documents import find_boundaries

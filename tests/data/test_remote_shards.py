@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from data_prep.packing.pack import pack
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_directory import CACHE
-from headrace.base.remote_publish import publish
-from headrace.base.section import parse
-from headrace.base.storage import StorageError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.remote_directory import CACHE
+from foundation.remote_publish import publish
+from foundation.section import parse
+from foundation.storage import StorageError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.data import DataSection

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_prep.formats.tokenfile import TokenFileWriter, dtype_for, shard_name, shard_prefix
-from headrace.base.directory import commit, fresh_staging
+from foundation.directory import commit, fresh_staging
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import entry_point, tiny_config, write_config
 from tests.support import wait_until

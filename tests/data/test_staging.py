@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.base.directory import free_bytes, read_manifest
-from headrace.base.errors import DataError
+from foundation.directory import free_bytes, read_manifest
+from foundation.errors import DataError
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.staging import check_space, copy_path, in_use, remove_copy, stage
 from tests.conftest import ROOT, launch, losses, start, tiny_config, write_config
@@ -24,7 +24,7 @@ from tests.data.sparse import write_sparse
 STAGE = """
 import sys, time
 from pathlib import Path
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from pipeline.data.staging import stage
 path, to, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 print(stage(to, path, read_manifest(path, kind="tokens"), progress=lambda: time.sleep(pause)).copied_bytes)

@@ -9,9 +9,9 @@ import pytest
 
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from data_prep.tokenizer.text_bytes import text_bytes
-from headrace.base.directory import read_manifest
-from headrace.base.errors import DataError
-from headrace.base.section import parse
+from foundation.directory import read_manifest
+from foundation.errors import DataError
+from foundation.section import parse
 from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_heldout, open_mixture
 from tests.conftest import make_tokens

@@ -12,7 +12,7 @@ from data_prep.executors.base import attempt_task
 from data_prep.job import phases, prepare
 from data_prep.task import Counts
 from data_prep.tokenizer.encoder import open_encoder
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 
 class InProcess:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli, tree, write_config
 
 STEPS = [

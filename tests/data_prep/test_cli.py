@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli, write_config
 
 

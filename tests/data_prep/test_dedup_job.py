@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data_prep.formats.tokenfile import TokenFile, open_split
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli, tree, write_config
 
 NOTICE = "This line stands at the end of every page of the mill, without any information."

@@ -19,8 +19,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.base.directory import read_manifest, verify
-from headrace.base.errors import HeadraceError
+from foundation.directory import read_manifest, verify
+from foundation.errors import HeadraceError
 from tests.data_prep.in_process import run_job
 
 TEXTS = st.text(max_size=60)

@@ -20,7 +20,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.config.corpus import changed_fields, load
 from data_prep.formats.tokenfile import TokenFile, open_split
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli, write_config
 from tests.support import refusal_of
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from data_prep.__main__ import main as prep
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.lock import lock_file
-from headrace.base.remote_directory import CACHE, fetch
-from headrace.base.remote_output import local_output
-from headrace.base.storage import objects_below
+from foundation.directory import MANIFEST, read_manifest
+from foundation.errors import DataError
+from foundation.lock import lock_file
+from foundation.remote_directory import CACHE, fetch
+from foundation.remote_output import local_output
+from foundation.storage import objects_below
 from tests.data_prep.conftest import cli_of_its_own, text_folder, tree, write_config
 from tests.data_prep.in_process import run_job
 from tests.object_store import Faulty, s3_server

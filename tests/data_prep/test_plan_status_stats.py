@@ -24,8 +24,8 @@ from data_prep.job.stats import SourceStats, html_page
 from data_prep.job.status import _notes
 from data_prep.task import Counts
 from data_prep.tokenizer import train
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError
 from pipeline.config.sections.data import DataSection
 from pipeline.data.mixture import open_heldout, open_mixture
 from tests.data_prep.conftest import cli, write_config

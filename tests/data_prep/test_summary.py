@@ -13,7 +13,7 @@ from data_prep.__main__ import _print_summary, _rounded
 from data_prep.job import progress
 from data_prep.job.slurm_report import report
 from data_prep.task import Counts
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import sentence, write_config
 from tests.data_prep.in_process import run_job
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from data_prep.formats.tokenfile import TokenFileWriter, dtype_for, shard_name, shard_prefix
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import commit, staging_path
+from foundation.directory import commit, staging_path
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.heldout_loss import HeldOut, evaluate
 from pipeline.models.folder.loading import load_model, pick_device

@@ -21,11 +21,11 @@ from typing import IO, Any
 
 import psutil
 
-from headrace.base.directory import MANIFEST
-from headrace.base.errors import HeadraceError
-from headrace.base.remote_directory import CACHE, fetch, remote_manifest
-from headrace.base.remote_run import remote_checkpoints
-from headrace.base.storage import objects_below, upload
+from foundation.directory import MANIFEST
+from foundation.errors import HeadraceError
+from foundation.remote_directory import CACHE, fetch, remote_manifest
+from foundation.remote_run import remote_checkpoints
+from foundation.storage import objects_below, upload
 from tests.conftest import ROOT, text_folders
 from tests.demo.heldout import documents
 from tests.object_store import Faulty, environment, s3_server

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data_prep.hashing import HELDOUT, content_hashes, select_fraction
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.compress.recipe.config import RecipeConfig
 from pipeline.compress.recipe.steps import plan_steps
 from pipeline.config.load import load_config

@@ -26,7 +26,7 @@ def quoted_messages(page: Path) -> list[str]:
 @cache
 def source_text() -> str:
     """All string literals of the source, without docstrings, one a line; values in f-strings become a line break."""
-    folders = (ROOT / name for name in ("headrace", "data_prep", "pipeline", "examples"))
+    folders = (ROOT / name for name in ("headrace", "foundation", "data_prep", "pipeline", "examples"))
     trees = [ast.parse(file.read_text()) for folder in folders for file in sorted(folder.rglob("*.py"))]
     return "\n".join(line for tree in trees for line in _literals(tree))
 

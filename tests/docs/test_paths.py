@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.config_kinds import KINDS, keys
+from foundation.config_kinds import KINDS, keys
 from tests.conftest import ROOT
 
-PACKAGES = ("pipeline", "data_prep", "headrace", "tests", "benchmarks", "examples")
+PACKAGES = ("pipeline", "data_prep", "headrace", "foundation", "tests", "benchmarks", "examples")
 NAMED = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", ".ci/run")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -129,7 +129,7 @@ def test_modules_that_docstrings_name_exist() -> None:
     config = {".".join(key.path.replace("[]", "").split(".")[:2]) for kind in KINDS for key in keys(kind)}
     others = {"dcp.save", "config._experts_implementation", "engine.generate"}  # torch's, transformers', an attribute
     found = set()
-    for path in (path for package in PACKAGES[:3] for path in (ROOT / package).rglob("*.py")):
+    for path in (path for package in PACKAGES[:4] for path in (ROOT / package).rglob("*.py")):
         folder = path.relative_to(ROOT).parts[:-1]
         names = {name for text in docstrings(path) for name in named.findall(text)}
         for name in names - others:

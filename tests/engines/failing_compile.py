@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._inductor.lowering import register_lowering
 from transformers.activations import ACT2FN
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from tests.engines.layout_worker import make_engine, resolved, step_batch
 
 

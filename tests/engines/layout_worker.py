@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.rules.shares import share_rule

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.run import CompileSection
 from pipeline.engines.parallel.compilation import check_compile
 from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params

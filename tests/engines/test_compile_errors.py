@@ -64,7 +64,7 @@ def test_a_failed_compilation_in_a_pipeline_is_not_hidden_by_torchs_schedule(tmp
 
 _COMPILES = """
 import torch
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.compilation import NamingBackend, named
 
 layer = named(torch.compile(lambda x: x.sin() * 2, backend=NamingBackend("inductor", "default")), "model.layers.0")

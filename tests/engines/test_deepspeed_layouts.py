@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
 from pipeline.engines.deepspeed import machine
 from pipeline.engines.deepspeed.machine import check_machine

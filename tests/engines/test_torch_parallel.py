@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.config.sections.deepspeed import Fp16Section
 from pipeline.engines.loss_scale import LossScaler
 from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params

@@ -15,8 +15,8 @@ from examples.coordinate_check.picture import save_coordinates, save_rates
 from examples.coordinate_check.rates import sweep
 from examples.coordinate_check.sizes import Grid, Size, resized
 from examples.coordinate_check.text import text_lines
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.sections.run import Config
 from pipeline.plan.proof.tokens import write_tokens
 from tests.conftest import write_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.kernels import attention_backward, attention_forward
 from pipeline.models.attention import attend, repeat_heads
 from pipeline.models.flash_attention import check_flash_attention

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace.base.errors import ConfigError, DataError, TrainingError
+from foundation.errors import ConfigError, DataError, TrainingError
 from pipeline.cluster.status.run import RunStatus
 from tests.conftest import text_folders, tiny_config, write_config
 

@@ -14,7 +14,18 @@ import pytest
 from tests.conftest import ROOT
 from tests.support import output_of, refusal_of
 
-PACKED = ("headrace", "data_prep", "pipeline", "ds_configs", "slurm", "demo", "pyproject.toml", "README.md", "LICENSE")
+PACKED = (
+    "headrace",
+    "foundation",
+    "data_prep",
+    "pipeline",
+    "ds_configs",
+    "slurm",
+    "demo",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from data_prep.config.corpus import CorpusConfig
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
-from headrace.base.section import parse
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from foundation.section import parse
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
 from tests.conftest import ROOT

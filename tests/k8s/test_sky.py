@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from foundation.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.k8s.manifests import K8S, misspelt
 

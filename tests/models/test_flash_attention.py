@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from transformers import GPTJConfig, LlamaConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.flash_attention import check_flash_attention, unfit

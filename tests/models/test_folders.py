@@ -22,7 +22,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
 from pipeline.models.folder.loading import load_model

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.common import matrices_of
 from pipeline.models.construction.meta import build_meta

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta

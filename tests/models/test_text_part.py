@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.run import ModelSection
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, MixtralConfig
 
-from headrace.base.directory import Manifest
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import Manifest
+from foundation.errors import ConfigError, DataError
 from pipeline.checkpoint.export.trained_model import trained_config
 from pipeline.config.sections.run import ModelSection
 from pipeline.models.construction.initial_values import InitByName

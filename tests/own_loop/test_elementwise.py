@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.optim.lion import Lion
 from pipeline.own_loop import elementwise, prepare
 from pipeline.own_loop.elementwise import ELEMENTWISE, largest_difference, why_not_elementwise

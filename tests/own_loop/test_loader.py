@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.own_loop.config import BatchShare, load_loop_config, share
 from pipeline.own_loop.loader import batch_size_of, distribute
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.base.errors import ConfigError, DataError, TrainingError
+from foundation.errors import ConfigError, DataError, TrainingError
 from pipeline.own_loop import LoopEngine, prepare
 
 CONFIG: dict[str, Any] = {

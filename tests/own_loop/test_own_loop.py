@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_model
 from torch import nn
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from pipeline.config.schedule import make_schedule
 from pipeline.config.sections.deepspeed import SchedulerParams, SchedulerSection
 from tests import warm

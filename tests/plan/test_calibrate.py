@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.plan.calibration import calibrate, measure
 from pipeline.plan.calibration.calibrate import calibrate_command
 from pipeline.plan.calibration.fit_links import link_of, links_of

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.expert_load import VIOLATION, expert_load
 from pipeline.plan.imbalance import with_imbalance

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.plan import command_plan
 from pipeline.plan.search.machines import Offer, Question, as_json, compare, lines, machines_of
 from pipeline.runtime.machines.known import load_machine

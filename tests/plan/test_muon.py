@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.optim.newton_schulz import flops
 from pipeline.engines.sizes.footprint import footprint_of

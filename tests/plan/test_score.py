@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.plan.calibration.command_score import score_command
 from pipeline.plan.calibration.fit import fitted
 from pipeline.plan.calibration.score import Score, machine_of, read_measured, rescored, score

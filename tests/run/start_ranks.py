@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.cli import guarded, leave
+from foundation.cli import guarded, leave
 from pipeline.config.sections.run import LaunchSection, WatchdogSection
 from pipeline.config.topology import Topology
 from pipeline.engines.parallel.mesh import Mesh

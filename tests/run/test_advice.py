@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config, StragglersSection
 from pipeline.run.before.advice import PLANNED_SHARD_BYTES, advice, shards_of_a_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.skips import Skip, Skips

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.training import check_checkpoints
 from pipeline.config.sections.run import RunSection

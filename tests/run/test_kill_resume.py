@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import read_manifest, verify
+from foundation.directory import read_manifest, verify
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests.conftest import ROOT, command_line, launch, losses, start, tiny_config, write_config

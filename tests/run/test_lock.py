@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.runtime.launch import run_lock
 from pipeline.runtime.launch.run_lock import exclusive_run, is_training
 from tests.conftest import ROOT

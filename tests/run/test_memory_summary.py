@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.run.before.memory_summary import memory_bytes, memory_entries

@@ -62,7 +62,7 @@ def test_an_allocation_that_fails_in_a_real_step_ends_with_what_would_have_fitte
     code = (
         "import os, resource, sys, pipeline.run.session\n"
         "from pathlib import Path\n"
-        "from headrace.base.cli import guarded\n"
+        "from foundation.cli import guarded\n"
         "from pipeline import train\n"
         "held = int(Path('/proc/self/statm').read_text().split()[0]) * os.sysconf('SC_PAGE_SIZE')\n"
         "resource.setrlimit(resource.RLIMIT_AS, (held + 300_000_000,) * 2)\n"

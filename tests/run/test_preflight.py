@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import EXIT_LOST
-from headrace.base.processes import state_of
+from foundation.errors import EXIT_LOST
+from foundation.processes import state_of
 from tests import warm
 from tests.conftest import ROOT, selected
 from tests.run.start_ranks import RANKS, WRONG

@@ -22,7 +22,7 @@ with contextlib.redirect_stdout(sys.stderr):
 print(json.dumps(sorted({*sys.modules} - before)))
 """
 UNUSED = ("pipeline.run.groups.islands", "pipeline.run.groups.replicas", "pipeline.run.distillation.")
-OURS = {"headrace", "data_prep", "pipeline"}
+OURS = {"headrace", "foundation", "data_prep", "pipeline"}
 SMALL = {"annotated_types", "numpy", "orjson", "pydantic", "pydantic_core", "rich", "typing_inspection", "xxhash"}
 """Packages of a tenth of a second together; not among them: pyarrow, datasets, matplotlib, wandb."""
 BUILDS = {

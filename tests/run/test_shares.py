@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.cluster.status.run import read_status
 from pipeline.cluster.status.text import lines_of
 from pipeline.config.rules.resolve import ResolvedRun, resolve

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import CheckpointError, ConfigError
+from foundation.errors import CheckpointError, ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.curve import curve_fields, written_keys
 from pipeline.config.rules.resolve import resolve

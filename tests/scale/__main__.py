@@ -14,7 +14,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from headrace.base.processes import raise_file_limit
+from foundation.processes import raise_file_limit
 from tests.scale.measuring import Figures
 from tests.scale.part import Part
 from tests.scale.parts.all_parts import PARTS

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.base.directory import code_version
+from foundation.directory import code_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE, TABLES = ROOT / "out" / "sweeps", ROOT / "docs" / "sweeps"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, Manifest, kind_of, read_manifest, write_json, write_text
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
-from headrace.base.paths import DIRECTORY, LOCAL, OUTPUT
-from headrace.base.remote_directory import cache_root
+from foundation.directory import MANIFEST, Manifest, kind_of, read_manifest, write_json, write_text
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
+from foundation.paths import DIRECTORY, LOCAL, OUTPUT
+from foundation.remote_directory import cache_root
 from pipeline.models.card import croissant, sbom, training_summary
 from pipeline.models.card.card import NAME, model_card, run_card, weight_files
 from pipeline.models.card.dataset_card import dataset_card, title_of

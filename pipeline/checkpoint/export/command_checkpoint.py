@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from headrace.base.errors import DataError
-from headrace.base.paths import OUTPUT, RUN
-from headrace.base.remote_directory import fetch
-from headrace.base.storage import StorageError
+from foundation.errors import DataError
+from foundation.paths import OUTPUT, RUN
+from foundation.remote_directory import fetch
+from foundation.storage import StorageError
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
 from pipeline.checkpoint.export import command_export
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headrace.base.directory import commit, parent_entry, staged
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import FOLDER, LOCAL, OUTPUT, RUN
+from foundation.directory import commit, parent_entry, staged
+from foundation.errors import ConfigError, DataError
+from foundation.paths import FOLDER, LOCAL, OUTPUT, RUN
 from pipeline.models.card.facts import load_facts
 from pipeline.models.split_names import Conversion
 

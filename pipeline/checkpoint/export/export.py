@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import Manifest, parent_entry, staged, write_json
-from headrace.base.errors import CheckpointError, DataError
-from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import manifest_of
-from headrace.base.remote_folder import local_tokens
+from foundation.directory import Manifest, parent_entry, staged, write_json
+from foundation.errors import CheckpointError, DataError
+from foundation.paths import is_store_url
+from foundation.remote_directory import manifest_of
+from foundation.remote_folder import local_tokens
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
 from pipeline.checkpoint.export.heldout import heldout_figures

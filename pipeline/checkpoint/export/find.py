@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import what_it_is
-from headrace.base.remote_run import fetch_checkpoint, url_of
+from foundation.errors import CheckpointError
+from foundation.foreign_folders import what_it_is
+from foundation.remote_run import fetch_checkpoint, url_of
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
 from pipeline.checkpoint.format.naming import LATEST, step_of
 from pipeline.checkpoint.store import CheckpointStore

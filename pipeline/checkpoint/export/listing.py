@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from headrace.base.directory import Manifest
-from headrace.base.errors import HeadraceError
-from headrace.base.paths import is_url
+from foundation.directory import Manifest
+from foundation.errors import HeadraceError
+from foundation.paths import is_url
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
 from pipeline.checkpoint.export.verify import missing_files
 from pipeline.checkpoint.format.metadata import read_metadata

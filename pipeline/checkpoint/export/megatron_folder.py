@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.export.trained_state import TrainedState
 from pipeline.checkpoint.format.megatron_names import BACKEND, COMMON, FAMILIES, LATEST, Fusion, MegatronNames
 from pipeline.checkpoint.format.metadata import TORCH_METADATA

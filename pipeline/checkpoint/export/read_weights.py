@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.named_state import buffer_key, weight_key
 from pipeline.checkpoint.read_shards import ShardReader

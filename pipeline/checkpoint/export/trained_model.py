@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-from headrace.base.directory import Manifest
+from foundation.directory import Manifest
 from pipeline.models.construction.buffers import buffer_shapes
 from pipeline.models.construction.meta import build_meta, parameter_shapes
 from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices

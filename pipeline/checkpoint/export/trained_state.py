@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
 from pipeline.checkpoint.export.trained_model import trained_model

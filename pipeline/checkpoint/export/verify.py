@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.directory import Manifest, sha256_of_file
-from headrace.base.errors import CheckpointError, DataError, HeadraceError
+from foundation.directory import Manifest, sha256_of_file
+from foundation.errors import CheckpointError, DataError, HeadraceError
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.format.coverage import coverage_errors
 from pipeline.checkpoint.format.metadata import metadata_name, read_metadata, storage_errors

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.pickled_metadata import read_pickled
 from pipeline.checkpoint.format.shard_table import (
     CheckpointMetadata,

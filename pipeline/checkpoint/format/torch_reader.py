@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from headrace.base.directory import whole_file
+from foundation.directory import whole_file
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import file_beside
+from foundation.errors import CheckpointError
+from foundation.foreign_folders import file_beside
 from pipeline.checkpoint.format.metadata import TORCH_METADATA, from_torch_metadata, storage_errors
 from pipeline.checkpoint.format.pickled_metadata import read_pickled
 from pipeline.checkpoint.format.shard_table import StoredTensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import what_it_is
+from foundation.errors import CheckpointError
+from foundation.foreign_folders import what_it_is
 from pipeline.checkpoint.importing.dcp import read_dcp
 from pipeline.checkpoint.importing.megatron import read_megatron
 from pipeline.checkpoint.importing.replicated import read_replicated

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.write.streamed import LazyTensor

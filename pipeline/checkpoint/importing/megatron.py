@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import file_beside
-from headrace.base.foreign_json import read_json
+from foundation.errors import CheckpointError
+from foundation.foreign_folders import file_beside
+from foundation.foreign_json import read_json
 from pipeline.checkpoint.format.megatron_names import BACKEND, COMMON, FAMILIES, LATEST, MegatronNames, Split
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import DcpFolder

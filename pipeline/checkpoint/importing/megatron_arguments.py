@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 
 _GPT2 = "gpt2"
 _ROPE_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

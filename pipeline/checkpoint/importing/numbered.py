@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.importing.source import hugging_face_name, is_state, stored
 from pipeline.checkpoint.write.streamed import LazyTensor
 

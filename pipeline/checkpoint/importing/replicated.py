@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.models.construction.buffers import buffer_shapes
 from pipeline.models.construction.meta import parameter_shapes

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.write.streamed import LazyTensor
 

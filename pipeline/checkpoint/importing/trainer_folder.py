@@ -22,8 +22,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
-from headrace.base.foreign_json import read_json
+from foundation.errors import CheckpointError
+from foundation.foreign_json import read_json
 from pipeline.checkpoint.importing.dcp import read_folders
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import (

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
     TargetModel,

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.pickled_metadata import Fields, Opaque, enum_member
 
 

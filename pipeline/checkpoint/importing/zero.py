@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import CheckpointError
-from headrace.base.foreign_folders import file_beside
+from foundation.errors import CheckpointError
+from foundation.foreign_folders import file_beside
 from pipeline.checkpoint.importing.source import (
     SourceCheckpoint,
     TargetModel,

@@ -22,8 +22,8 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from headrace.base.errors import CheckpointError
-from headrace.base.memory_size import available_memory
+from foundation.errors import CheckpointError
+from foundation.memory_size import available_memory
 from pipeline.checkpoint.format.naming import step_of
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder
 from pipeline.checkpoint.write.plan import WritePlan

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from headrace.base.listening import listening_socket
+from foundation.listening import listening_socket
 
 _TIMEOUT_S, _IDLE_S = 30.0, 600.0
 """Seconds without a byte before a reader turns to the run's directory, and before a server ends a connection."""

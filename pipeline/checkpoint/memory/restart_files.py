@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from headrace.base.directory import sha256_of_file
+from foundation.directory import sha256_of_file
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder
 from pipeline.checkpoint.memory.memory_server import Client, MemoryServerAddress, served
 from pipeline.checkpoint.memory.shard_files import FolderSource, NodeSource, ReadBytes, ShardFiles, ShardSource

@@ -11,8 +11,8 @@ from typing import IO, Any, Protocol, TypeVar, cast
 
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from headrace.base.directory import sha256_of_file
-from headrace.base.errors import CheckpointError
+from foundation.directory import sha256_of_file
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.memory.memory_server import Client
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.coverage import coverage_errors, mixed, shards_outside
 from pipeline.checkpoint.format.shard_table import Ints, ShardTable, StoredTensor, most_dims
 

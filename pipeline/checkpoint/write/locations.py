@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.metadata import encode_metadata
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata, Ints
 from pipeline.checkpoint.write.division import Division

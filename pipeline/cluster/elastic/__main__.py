@@ -16,10 +16,10 @@ from functools import cache, partial
 from pathlib import Path
 from zlib import crc32
 
-from headrace.base.cli import add_config_arguments, guarded
-from headrace.base.command_line import Parser
-from headrace.base.errors import ConfigError, HeadraceError
-from headrace.base.paths import LOCAL
+from foundation.cli import add_config_arguments, guarded
+from foundation.command_line import Parser
+from foundation.errors import ConfigError, HeadraceError
+from foundation.paths import LOCAL
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder, remove, used
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.commands import Commands

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from foundation.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.leader import Terms, first_plan, grown, newest, next_plan, reconciled, welcomed
 from pipeline.cluster.elastic.local_ranks import Command, LocalRanks

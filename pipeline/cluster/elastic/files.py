@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from headrace.base.directory import write_text
+from foundation.directory import write_text
 
 DEAD_S = 20.0
 """Seconds without a new count after which a node is dead."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.base.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from foundation.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.elastic.verdict import Verdict, verdict
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import RanksPlan
 from pipeline.cluster.node_checks.bad_nodes import add_fault, nodes_left_out

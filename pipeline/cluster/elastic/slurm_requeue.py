@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from headrace.base.directory import write_text
-from headrace.base.errors import EXIT_REQUEUE
+from foundation.directory import write_text
+from foundation.errors import EXIT_REQUEUE
 from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import RanksPlan
 

@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 
-from headrace.base.errors import HeadraceError
+from foundation.errors import HeadraceError
 from pipeline.config.load import load_config
 from pipeline.run.preload import preload
 from pipeline.runtime.launch.arguments import parse_arguments

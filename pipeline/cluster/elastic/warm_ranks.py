@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.base.cli import ERROR_FILE
-from headrace.base.memory_size import available_memory
+from foundation.cli import ERROR_FILE
+from foundation.memory_size import available_memory
 from pipeline.cluster.elastic.local_ranks import Command
 from pipeline.runtime.launch.environment import RANK_STARTED
 from pipeline.runtime.launch.log_file import log_variable

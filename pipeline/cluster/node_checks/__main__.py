@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from headrace.base.cli import guarded, leave
-from headrace.base.command_line import Parser
-from headrace.base.directory import write_json
-from headrace.base.errors import ConfigError
-from headrace.base.paths import LOCAL
+from foundation.cli import guarded, leave
+from foundation.command_line import Parser
+from foundation.directory import write_json
+from foundation.errors import ConfigError
+from foundation.paths import LOCAL
 from pipeline.cluster.node_checks.before_start import addresses_of
 from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict, decide, partners_of
 from pipeline.cluster.node_checks.host import check_host

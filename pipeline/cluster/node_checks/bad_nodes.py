@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from headrace.base.cli import guarded
-from headrace.base.command_line import Parser
-from headrace.base.directory import write_json
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.lock import lock_file
-from headrace.base.paths import RUN
+from foundation.cli import guarded
+from foundation.command_line import Parser
+from foundation.directory import write_json
+from foundation.errors import ConfigError, DataError
+from foundation.lock import lock_file
+from foundation.paths import RUN
 
 NAME = "bad-nodes.json"
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace.base.directory import write_text
-from headrace.base.errors import ConfigError
+from foundation.directory import write_text
+from foundation.errors import ConfigError
 from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict
 
 _LONGEST = 100_000

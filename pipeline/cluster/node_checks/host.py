@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import existing_parent, free_bytes
-from headrace.base.memory_size import available_memory
+from foundation.directory import existing_parent, free_bytes
+from foundation.memory_size import available_memory
 from pipeline.cluster.node_checks.nvidia import (
     GPU_QUERY,
     ROWS_QUERY,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from headrace.base.listening import bound_socket
+from foundation.listening import bound_socket
 from pipeline.cluster.node_checks.records import NodeLink
 
 _CHUNK = 1 << 18

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import write_json
+from foundation.directory import write_json
 
 
 @dataclass(frozen=True)

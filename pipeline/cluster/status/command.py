@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import LOCAL, RUN
+from foundation.errors import ConfigError, DataError
+from foundation.paths import LOCAL, RUN
 from pipeline.cluster.status.find import found_runs, jobs_with_runs, not_begun, run_dir_of, submitted_logs, waiting_jobs
 from pipeline.cluster.status.log import log_lines, merged_log
 from pipeline.cluster.status.reason import job_reason, reason_of

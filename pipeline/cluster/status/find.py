@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.base import configfile
-from headrace.base.directory import kind_of
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.foreign_json import read_json
-from headrace.base.remote_run import up_to_date
+from foundation import configfile
+from foundation.directory import kind_of
+from foundation.errors import ConfigError, DataError
+from foundation.foreign_json import read_json
+from foundation.remote_run import up_to_date
 from pipeline.cluster.status.slurm import QueuedJob, own_jobs, run_dir_of_job
 from pipeline.runtime.metrics.attempts_journal import NAME as ATTEMPTS
 from pipeline.runtime.metrics.journal import NAME as JOURNAL

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.base.foreign_json import json_row
+from foundation.foreign_json import json_row
 from pipeline.cluster.status.agents import folders_of
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.goodput.attempts import fault_line

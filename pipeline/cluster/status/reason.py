@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.cluster.status.run import RunReader, RunStatus
 from pipeline.runtime.launch.host_memory import HOST_MEMORY
 

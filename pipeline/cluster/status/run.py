@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, check_sizes, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
-from headrace.base.remote_run import UPLOADS, pull, url_of
-from headrace.base.storage import StorageError
+from foundation.directory import MANIFEST, check_sizes, read_manifest
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
+from foundation.remote_run import UPLOADS, pull, url_of
+from foundation.storage import StorageError
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.cluster.status.agents import FOLDER as AGENTS
 from pipeline.cluster.status.agents import Agents, read_agents

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base import configfile
-from headrace.base.errors import HeadraceError
-from headrace.base.remote_run import working_directory
-from headrace.base.slurm import run_slurm
+from foundation import configfile
+from foundation.errors import HeadraceError
+from foundation.remote_run import working_directory
+from foundation.slurm import run_slurm
 
 _TIMEOUT_S = 5.0
 _FORMAT = "%i|%j|%T|%r|%M|%L|%D|%N|%S|%Z"

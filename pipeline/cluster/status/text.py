@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.base.task_figures import figures_line
+from foundation.task_figures import figures_line
 from pipeline.cluster.status.reason import agents_ended, reason_of
 from pipeline.cluster.status.run import RunStatus, Uploading
 from pipeline.cluster.status.slurm import QueuedJob

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.models.folder.model_folder import ModelFolder
 
 HIDDEN, FFN, EXPERT_FFN = "hidden_size", "intermediate_size", "moe_intermediate_size"

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.base.paths import PathOrUrl
-from headrace.base.section import Count, Section
+from foundation.paths import PathOrUrl
+from foundation.section import Count, Section
 from pipeline.compress.quantization.config import CalibrationSection
 from pipeline.evaluation.heldout.data import HeldOutData
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from headrace.base.directory import write_json
+from foundation.directory import write_json
 from pipeline.compress.pruning.axes import EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, PrunableTensor
 from pipeline.compress.pruning.rules import PruningPlan
 from pipeline.compress.pruning.search import Shape

@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.compress.pruning.axes import GROUPS, LAYERS
 from pipeline.compress.pruning.importance import Sums, Windows, add_up, gather
 from pipeline.compress.pruning.layout import data_ranks

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from math import prod
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError
-from headrace.base.remote_output import local_output
-from headrace.base.section import parse
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError
+from foundation.remote_output import local_output
+from foundation.section import parse
 from pipeline.compress.pruning.axes import GROUPS, Architecture
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.config.rules.layout import check_heads

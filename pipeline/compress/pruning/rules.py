@@ -7,8 +7,8 @@ from functools import partial
 from math import lcm
 from pathlib import Path
 
-from headrace.base.errors import ConfigError, found_by
-from headrace.base.remote_output import check_output, local_output
+from foundation.errors import ConfigError, found_by
+from foundation.remote_output import check_output, local_output
 from pipeline.compress.pruning.axes import EXPERT_FFN, EXPERTS, FFN, GROUPS, HIDDEN, LAYERS, Anatomy, anatomy_of
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.layout import data_ranks, layout_of

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.directory import Details, Manifest, Parents, parent_entry, staged
-from headrace.base.remote_output import published, upload_left
+from foundation.directory import Details, Manifest, Parents, parent_entry, staged
+from foundation.remote_output import published, upload_left
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import Importance, find_importance
 from pipeline.compress.pruning.rules import PruningPlan

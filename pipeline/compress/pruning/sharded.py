@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.compress.pruning.importance import Sums, Windows
 from pipeline.compress.pruning.layout import as_importance
 from pipeline.compress.pruning.observing import Observer, left_out

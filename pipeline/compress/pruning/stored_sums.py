@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from headrace.base.directory import fingerprint_of, sync
+from foundation.directory import fingerprint_of, sync
 from pipeline.compress.pruning.axes import LAYERS
 from pipeline.compress.pruning.importance import Sums
 from pipeline.compress.pruning.rules import PruningPlan

@@ -11,7 +11,7 @@ from math import ceil, prod
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.compress.quantization.assignment import LayerScheme, units_of
 from pipeline.compress.quantization.config import MIXED, SCHEMES, QuantizeConfig
 from pipeline.models.folder.model_folder import ModelFolder

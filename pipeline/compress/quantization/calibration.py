@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.compress.quantization.gptq import Rounding, gptq
 from pipeline.compress.quantization.moments import SecondMoments
 from pipeline.compress.quantization.signround import SignRound

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from gguf import GGMLQuantizationType
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.compress.quantization.config import CalibrationSection, QuantizeConfig
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.data import HeldOutData

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from headrace.base.paths import PathOrUrl
-from headrace.base.section import Section
+from foundation.paths import PathOrUrl
+from foundation.section import Section
 from pipeline.evaluation.heldout.data import HeldOutData
 
 # int4 needs small groups: a 16-bit scale for 32 weights costs half a bit per weight, and 32 is the smallest group that

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.folder.weight_files import HfFields
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from headrace.base.directory import Details
+from foundation.directory import Details
 from pipeline.compress.quantization.budget import UNCHANGED, Budget, scheme_of
 from pipeline.compress.quantization.calibration_rules import open_split
 from pipeline.compress.quantization.rules import QuantizationPlan, layer_scheme

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from headrace.base.directory import Details, Manifest
+from foundation.directory import Details, Manifest
 from pipeline.compress.quantization.rules import QuantizationPlan
 from pipeline.evaluation.consumers.description import GGUF_FILE
 from pipeline.evaluation.heldout.before_after import add_measured, changes, measured, scored_data, table_of

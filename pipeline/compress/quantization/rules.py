@@ -10,9 +10,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError
-from headrace.base.remote_output import check_output, local_output
-from headrace.base.section import suggest
+from foundation.errors import ConfigError
+from foundation.remote_output import check_output, local_output
+from foundation.section import suggest
 from pipeline.compress.quantization.assignment import LayerScheme, units_of
 from pipeline.compress.quantization.budget import Budget, check_keys, plan_budget
 from pipeline.compress.quantization.calibration_rules import check_imatrix, open_split, plan_calibration

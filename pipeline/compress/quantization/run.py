@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, track
 
-from headrace.base.directory import Details, Manifest, Parents, parent_entry, read_manifest, staged
-from headrace.base.errors import DataError
-from headrace.base.remote_output import published, upload_left
+from foundation.directory import Details, Manifest, Parents, parent_entry, read_manifest, staged
+from foundation.errors import DataError
+from foundation.remote_output import published, upload_left
 from pipeline.compress.quantization.importance_matrix import Importance, measure_importance
 from pipeline.compress.quantization.mixed import decide, sensitivity_rows
 from pipeline.compress.quantization.report import details, mixed_table, sizes, step_numbers, table

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.errors import DataError, HeadraceError
-from headrace.base.paths import is_store_url
-from headrace.base.remote_output import check_output, local_output
+from foundation.directory import MANIFEST, read_manifest
+from foundation.errors import DataError, HeadraceError
+from foundation.paths import is_store_url
+from foundation.remote_output import check_output, local_output
 from pipeline.checkpoint.format.naming import FOLDER
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import LAYERS, work_path

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.compress.quantization.assignment import LayerScheme, groups_of
 from pipeline.compress.quantization.calibration import Method, calibrate, decoder_layers
 from pipeline.compress.quantization.families import family_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.base.directory import code_version, fingerprint_of, sha256_of_file, sync, write_json
+from foundation.directory import code_version, fingerprint_of, sha256_of_file, sync, write_json
 from pipeline.checkpoint.export.write_safetensors import METADATA
 from pipeline.compress.quantization.rules import LAYERS, QuantizationPlan, work_path
 from pipeline.models import rounding

@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, HeadraceError, problems_in, refuse_all
-from headrace.base.section import parse, problems_of
+from foundation.configfile import ConfigTree
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, HeadraceError, problems_in, refuse_all
+from foundation.section import parse, problems_of
 from pipeline.checkpoint.export.find import find_checkpoint
 from pipeline.compress.pruning import rules as pruning
 from pipeline.compress.pruning.config import PruneConfig, TargetSection

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.configfile import load
-from headrace.base.section import parse
+from foundation.cli import add_config_arguments
+from foundation.configfile import load
+from foundation.section import parse
 from pipeline.compress.recipe.config import RecipeConfig
 from pipeline.evaluation.consumers import command_compress
 

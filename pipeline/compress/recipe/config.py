@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.paths import LocalPath
-from headrace.base.section import Count, Section
+from foundation.configfile import ConfigTree
+from foundation.paths import LocalPath
+from foundation.section import Count, Section
 from pipeline.evaluation.heldout.data import HeldOutData
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.base.directory import write_json, write_text
-from headrace.base.errors import EXIT_USAGE
-from headrace.base.lock import lock_file
-from headrace.base.processes import die_with_parent, signals_passed_on
+from foundation.directory import write_json, write_text
+from foundation.errors import EXIT_USAGE
+from foundation.lock import lock_file
+from foundation.processes import die_with_parent, signals_passed_on
 from pipeline.checkpoint.export.find import is_checkpoint
 from pipeline.compress.recipe.check import check_recipe, check_steps
 from pipeline.compress.recipe.config import RecipeConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.configfile import load, merge
-from headrace.base.directory import MANIFEST
+from foundation.configfile import load, merge
+from foundation.directory import MANIFEST
 from pipeline.compress.recipe.config import RecipeConfig
 
 CONFIGS = "configs"

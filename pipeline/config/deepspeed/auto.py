@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
+from foundation.configfile import ConfigTree
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
 from pipeline.config.sections.optimizers import OPTIMIZERS
 
 OWNED = (

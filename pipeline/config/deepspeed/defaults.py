@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
+from foundation.configfile import ConfigTree
 from pipeline.config.sections.run import Config
 
 _ZERO, _SCHEDULER = "zero_optimization.", "scheduler.params."

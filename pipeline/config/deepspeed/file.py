@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError
 from pipeline.config.deepspeed.auto import SAMPLES_PER_DEVICE, resolve_auto
 from pipeline.config.deepspeed.defaults import DEFAULTS
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES, is_comment

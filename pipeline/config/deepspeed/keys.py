@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.base.errors import ConfigError, refuse_all
-from headrace.base.section import Section
+from foundation.errors import ConfigError, refuse_all
+from foundation.section import Section
 from pipeline.config.sections.run import Config
 
 _LATER = "remove it: this version of headrace does not support it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import suggest
+from foundation.errors import ConfigError
+from foundation.section import suggest
 from pipeline.config.sections.data import CurriculumStageSection, DataSection
 
 _SHARES = ("weight", "epochs", "tokens")

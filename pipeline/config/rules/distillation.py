@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.compression import AttentionsSection, DistillSection, HiddenStatesSection, LayerMap
 from pipeline.config.sections.data import DataSection
 from pipeline.config.topology import Topology

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError, problems_in, refuse_all
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError, problems_in, refuse_all
 from pipeline.config.rules.layout import fewest_processes, topology_of
 from pipeline.config.sections.deepspeed import ExpertParallelSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import is_url
+from foundation.errors import ConfigError
+from foundation.paths import is_url
 from pipeline.config.sections.groups import QuorumSection
 from pipeline.config.sections.run import AnomaliesSection, Config
 

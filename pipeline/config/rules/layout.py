@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.distillation import check_distillation, check_features
 from pipeline.config.rules.expert_exchange import check_expert_exchange

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.compression import DistillSection, OnPolicySection
 from pipeline.config.sections.run import Fp8Section
 from pipeline.config.topology import Topology

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import ModelSection
 

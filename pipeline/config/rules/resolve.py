@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from headrace.base.errors import ConfigError, found_by, refuse_all
+from foundation.errors import ConfigError, found_by, refuse_all
 from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.deepspeed.keys import refuse_on_torch
 from pipeline.config.rules.communication import check_gradient_dtype, check_secondary_shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.batch import BatchSizes, split_batch
 from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.config.rules.precision import block_of

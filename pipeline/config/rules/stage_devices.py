@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.groups import IslandsSection
 from pipeline.config.sections.layout import ParallelSection

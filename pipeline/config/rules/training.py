@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import is_url
+from foundation.errors import ConfigError
+from foundation.paths import is_url
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import ModelSection, MoeSection, RunSection
 

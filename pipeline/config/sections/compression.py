@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace.base.paths import PathOrUrl
-from headrace.base.section import Count, Index, Section
+from foundation.paths import PathOrUrl
+from foundation.section import Count, Index, Section
 
 LayerMap = Literal["uniform", "last"] | dict[str, Index]
 """Rule that maps the student's layers to the teacher's; see `rules.distillation.layer_map`."""

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace.base.paths import LocalPath, PathOrUrl
-from headrace.base.section import Count, Index, Section
+from foundation.paths import LocalPath, PathOrUrl
+from foundation.section import Count, Index, Section
 
 
 class SourceSection(Section):

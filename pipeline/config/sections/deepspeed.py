@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace.base.paths import LocalPath
-from headrace.base.section import Count, Index, Section
+from foundation.paths import LocalPath
+from foundation.section import Count, Index, Section
 
 
 class SchedulerParams(Section):

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.base.paths import LocalPath
-from headrace.base.section import Count, Index, Section
+from foundation.paths import LocalPath
+from foundation.section import Count, Index, Section
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(/[A-Za-z0-9_.+-]+)*")
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from headrace.base.paths import LocalPath
-from headrace.base.section import Count, Section
+from foundation.paths import LocalPath
+from foundation.section import Count, Section
 
 
 class QuorumSection(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.base.section import Count, Section
+from foundation.section import Count, Section
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from headrace.base.section import Count, Section
+from foundation.section import Count, Section
 
 
 class NodeChecksSection(Section):

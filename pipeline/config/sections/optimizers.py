@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from headrace.base.section import Section
+from foundation.section import Section
 
 _FP32_BYTES = 4
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from headrace.base.errors import RefusedValueError
-from headrace.base.paths import LocalPath, PathOrUrl
-from headrace.base.remote_run import working_directory
-from headrace.base.section import Count, Index, Section
+from foundation.errors import RefusedValueError
+from foundation.paths import LocalPath, PathOrUrl
+from foundation.remote_run import working_directory
+from foundation.section import Count, Index, Section
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.deepspeed import (

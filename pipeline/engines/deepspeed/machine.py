@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import deepspeed
 from torch.utils.cpp_extension import get_default_build_root
 
-from headrace.base.lock import lock_file
+from foundation.lock import lock_file
 
 OLD_S = 600.0
 """Seconds for which a lock is kept whose process may run on another host, where it cannot be checked."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.parallel.collectives import host_sizes
 

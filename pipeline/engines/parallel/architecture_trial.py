@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners

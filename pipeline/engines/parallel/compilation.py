@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import suggest
+from foundation.errors import ConfigError
+from foundation.section import suggest
 from pipeline.config.sections.run import CompileSection
 from pipeline.engines.parallel.activation_checkpointing import WITHIN
 from pipeline.engines.parallel.fused_head import FusedHead, loss_and_gradient

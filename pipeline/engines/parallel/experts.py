@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.activation_checkpointing import restores_results
 from pipeline.engines.parallel.collectives import functional, host_sizes

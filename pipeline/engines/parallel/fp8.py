@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.experts import attach_exchange, expert_modules

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import TOLERANCE, RandomValues, random_model
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.materialize import materialize

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.rules.stage_devices import GB, MEMORY
 from pipeline.config.shares import even_parts

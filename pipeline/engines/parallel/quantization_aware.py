@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.models.rounding import Rounding, e4m3, integers
 from pipeline.models.router_names import is_router

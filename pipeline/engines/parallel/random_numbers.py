@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.models.construction.own_init import seeded
 from pipeline.models.resize.shrink import shrink

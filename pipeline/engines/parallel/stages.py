@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 @dataclass(frozen=True)

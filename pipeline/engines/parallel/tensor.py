@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.vocabulary import VocabularyShard

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 
 class ParameterKind(StrEnum):

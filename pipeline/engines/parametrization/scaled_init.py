@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parametrization.scales import Parametrization, base_name
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.recorded_init import Fill

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.parametrization import BaseModelSection
 from pipeline.config.sections.run import ModelSection

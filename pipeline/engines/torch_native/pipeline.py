@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
-from headrace.base.errors import HeadraceError
+from foundation.errors import HeadraceError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Objective

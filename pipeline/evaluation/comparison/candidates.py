@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from headrace.base.directory import MANIFEST, check_sizes, read_manifest
-from headrace.base.errors import ConfigError
+from foundation.directory import MANIFEST, check_sizes, read_manifest
+from foundation.errors import ConfigError
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.evaluation.consumers.consumer import CONSUMERS
 from pipeline.evaluation.consumers.description import GGUF, GGUF_FILE, ModelDescription, describe

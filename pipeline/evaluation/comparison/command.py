@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.base.directory import write_text
-from headrace.base.errors import ConfigError
-from headrace.base.paths import FOLDER, OUTPUT
-from headrace.base.section import parse
+from foundation.directory import write_text
+from foundation.errors import ConfigError
+from foundation.paths import FOLDER, OUTPUT
+from foundation.section import parse
 from pipeline.evaluation.comparison.candidates import Wanted, check
 from pipeline.evaluation.comparison.frontier import measure_all
 from pipeline.evaluation.comparison.rows import Row, as_csv, as_json

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from headrace.base.task_figures import Figures
+from foundation.task_figures import Figures
 from pipeline.data.dataset import choose_windows
 from pipeline.evaluation.comparison.candidates import ModelCandidate, ModelComparison, Wanted, check, parameters_of
 from pipeline.evaluation.comparison.rows import Generated, Row

@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import write_text
+from foundation.directory import write_text
 from pipeline.evaluation.comparison.rows import Row
 
 _WIDTH, _HEIGHT = 8.0, 5.0  # inches

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import FOLDER, PLACE
-from headrace.base.section import parse
+from foundation.directory import MANIFEST, read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.paths import FOLDER, PLACE
+from foundation.section import parse
 from pipeline.evaluation.consumers.bounds import Bound, bound_within
 from pipeline.evaluation.consumers.consumer import CONSUMERS, plan_consumers
 from pipeline.evaluation.consumers.description import describe

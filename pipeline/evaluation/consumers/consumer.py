@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.evaluation.consumers.description import GGUF, ModelDescription, describe
 from pipeline.evaluation.consumers.process import run_worker
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores

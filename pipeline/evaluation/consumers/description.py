@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST
-from headrace.base.foreign_json import read_json
+from foundation.directory import MANIFEST
+from foundation.foreign_json import read_json
 from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
 from pipeline.models.folder.weight_files import HfFields
 

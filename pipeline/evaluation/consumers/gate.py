@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.directory import MANIFEST, final_name, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.task_figures import Figures
+from foundation.directory import MANIFEST, final_name, read_manifest
+from foundation.errors import DataError
+from foundation.task_figures import Figures
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.evaluation.consumers import remedies
 from pipeline.evaluation.consumers.bounds import Bound, bound_of, broken_bounds

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from headrace.base.directory import write_json
-from headrace.base.task_figures import Figures
+from foundation.directory import write_json
+from foundation.task_figures import Figures
 from pipeline.evaluation.consumers.consumer import Consumer, Progress
 from pipeline.evaluation.consumers.gate import GateSample
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores

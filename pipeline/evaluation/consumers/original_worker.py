@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from headrace.base.cli import guarded
-from headrace.base.directory import write_json
-from headrace.base.section import parse
+from foundation.cli import guarded
+from foundation.directory import write_json
+from foundation.section import parse
 from pipeline.evaluation.consumers.original import DATA, MEASURED
 from pipeline.evaluation.consumers.request import JOB
 from pipeline.evaluation.consumers.transformers_worker import served

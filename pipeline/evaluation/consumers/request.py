@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.directory import write_json
+from foundation.directory import write_json
 
 JOB, WINDOWS, LOG_PROBABILITIES, RESULT = "job.json", "windows.npy", "log_probabilities.npy", "result.json"
 TARGETS = "targets.npy"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from headrace.base.task_figures import Figures
+from foundation.task_figures import Figures
 
 _COLUMNS = ("KL, mean", "max", "top-1", "perplexity", "original's", "same ids")
 

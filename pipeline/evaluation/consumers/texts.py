@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from headrace.base.foreign_json import read_json
+from foundation.foreign_json import read_json
 from pipeline.models.split_names import words_without_merges
 
 _MOST = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from headrace.base.cli import guarded
-from headrace.base.command_line import Parser
+from foundation.cli import guarded
+from foundation.command_line import Parser
 from pipeline.evaluation.heldout import command
 
 

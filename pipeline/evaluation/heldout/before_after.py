@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from headrace.base.directory import Manifest
-from headrace.base.task_figures import Figures
+from foundation.directory import Manifest
+from foundation.task_figures import Figures
 from pipeline.runtime.metrics.perplexity import show_bits_per_byte
 
 _MEASURED = (

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headrace.base.paths import FOLDER, PLACE
-from headrace.base.section import parse
-from headrace.base.task_figures import Figures
+from foundation.paths import FOLDER, PLACE
+from foundation.section import parse
+from foundation.task_figures import Figures
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout.data import FieldNames, HeldOutData, as_trained, open_heldout
 from pipeline.models.folder.model_folder import ModelFolder

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import FOLDER
+from foundation.errors import ConfigError, DataError
+from foundation.paths import FOLDER
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.tokenizer_files import load_tokenizer
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from pydantic import Field
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import PathOrUrl
-from headrace.base.section import Section
+from foundation.errors import ConfigError, DataError
+from foundation.paths import PathOrUrl
+from foundation.section import Section
 from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_details
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
 

@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.directory import write_json
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import LOCAL
+from foundation.directory import write_json
+from foundation.errors import ConfigError, DataError
+from foundation.paths import LOCAL
 from pipeline.models.folder.model_folder import ModelFolder
 
 PACKAGE = "lm_eval"

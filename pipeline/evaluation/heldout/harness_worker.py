@@ -12,7 +12,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from headrace.base.directory import write_json
+from foundation.directory import write_json
 from pipeline.models.folder.loading import load_model, pick_device
 from pipeline.models.tokenizer_files import load_tokenizer
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.base.errors import DataError
-from headrace.base.task_figures import Figures
+from foundation.errors import DataError
+from foundation.task_figures import Figures
 from pipeline.evaluation.heldout.data import HeldOutData
 
 

@@ -12,8 +12,8 @@ import argparse
 
 from rich.console import Console
 
-from headrace.base.directory import write_text
-from headrace.base.paths import FOLDER, OUTPUT, PLACE, RUN, PathArgument
+from foundation.directory import write_text
+from foundation.paths import FOLDER, OUTPUT, PLACE, RUN, PathArgument
 from pipeline.evaluation.comparison.command import TABLE_WIDTH, add_comparison_arguments
 from pipeline.evaluation.comparison.frontier import measure_all
 from pipeline.evaluation.comparison.table import comparison_tables

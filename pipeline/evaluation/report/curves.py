@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.task_figures import NAMES
+from foundation.task_figures import NAMES
 from pipeline.evaluation.report.charts import Chart, ChartLine
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.evaluation.report.series import POINTS, smoothing_window

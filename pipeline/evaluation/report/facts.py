@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.directory import Manifest, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.task_figures import figures_line
+from foundation.configfile import ConfigTree
+from foundation.directory import Manifest, read_manifest
+from foundation.errors import DataError
+from foundation.task_figures import figures_line
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.models.folder.model_folder import ModelFolder
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from markupsafe import Markup
 
-from headrace.base.html import NOTHING, html, join
+from foundation.html import NOTHING, html, join
 from pipeline.evaluation.report.facts import duration
 from pipeline.evaluation.report.runs import RunRecord
 from pipeline.runtime.goodput.account import AttemptTime, Goodput, TimeSpent, read_goodput

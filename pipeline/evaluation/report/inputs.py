@@ -6,8 +6,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.evaluation.comparison import candidates
 from pipeline.evaluation.comparison.candidates import ModelCandidate, ModelComparison
 from pipeline.evaluation.comparison.command import check_writable, consumers_of, named_paths, wanted_of

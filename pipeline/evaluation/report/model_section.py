@@ -8,8 +8,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.html import NOTHING, html, join
+from foundation.directory import MANIFEST, read_manifest
+from foundation.html import NOTHING, html, join
 from pipeline.evaluation.comparison.rows import Row, as_csv, as_json
 from pipeline.evaluation.comparison.table import (
     COLUMNS,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from headrace.base.directory import code_version
-from headrace.base.html import NOTHING, document, html, join
+from foundation.directory import code_version
+from foundation.html import NOTHING, document, html, join
 from pipeline.evaluation.comparison.rows import Row
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.charts import Chart, ChartLine, Label, draw, name_label, plot_area, value_label

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest
-from headrace.base.errors import DataError
+from foundation.directory import MANIFEST, Manifest, read_manifest
+from foundation.errors import DataError
 from pipeline.runtime.metrics.journal import NAME, iterate_rows
 from pipeline.runtime.metrics.sinks import TASK, JournalRow
 

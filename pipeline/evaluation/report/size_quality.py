@@ -8,8 +8,8 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.html import NOTHING, html, join
+from foundation.directory import MANIFEST, read_manifest
+from foundation.html import NOTHING, html, join
 from pipeline.evaluation.comparison.rows import Row
 from pipeline.evaluation.comparison.size_quality import Look, Picture, draw, pareto, picture_of
 from pipeline.evaluation.report import svg

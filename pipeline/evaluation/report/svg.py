@@ -15,7 +15,7 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from headrace.base.html import html
+from foundation.html import html
 
 TEXT, GRID, GROUND = "#fe0001", "#fe0002", "#fe0003"
 SERIES = tuple(f"#fe00a{i}" for i in range(6))

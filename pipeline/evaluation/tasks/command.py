@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.configfile import SUFFIXES, load
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
-from headrace.base.task_figures import Figures, names_in, with_interval
+from foundation.configfile import SUFFIXES, load
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
+from foundation.task_figures import Figures, names_in, with_interval
 from pipeline.config.sections.evaluation import EvaluationSection, TaskSection
 from pipeline.evaluation.heldout import harness
 from pipeline.evaluation.tasks.encode import EncodedTask, open_tasks

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.data.permutation import derive_key, permute
 from pipeline.evaluation.tasks.bundled import bundled_questions

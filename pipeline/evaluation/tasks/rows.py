@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 
 @dataclass(frozen=True)

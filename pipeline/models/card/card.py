@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import Manifest, commit, sha256_of_file
-from headrace.base.foreign_json import read_json
-from headrace.base.task_figures import names_in, with_interval
+from foundation.directory import Manifest, commit, sha256_of_file
+from foundation.foreign_json import read_json
+from foundation.task_figures import names_in, with_interval
 from pipeline.models.card import training_summary
 from pipeline.models.card.facts import KEY as FACTS
 from pipeline.models.card.facts import CardFacts, Gaps, facts_of
@@ -106,7 +106,7 @@ def commit_with_card(
     details: Mapping[str, Any],
     replace: bool = False,
 ) -> Manifest:
-    """Writes the card of a model directory, and commits it; see `headrace.base.directory.commit`.
+    """Writes the card of a model directory, and commits it; see `foundation.directory.commit`.
 
     config.json of a folder that had code of its own stops naming files that are not here.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from headrace.base.directory import Manifest
+from foundation.directory import Manifest
 from pipeline.models.card.dataset_card import summary_of, title_of
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.lineage import corpus_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.base.directory import Manifest
+from foundation.directory import Manifest
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.front_matter import as_text, of_dataset
 from pipeline.models.card.lineage import corpus_of, tokenizer_of

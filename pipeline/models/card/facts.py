@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.base import configfile
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.errors import ConfigError
-from headrace.base.json_schema import node_at, schema_of
-from headrace.base.paths import LocalPath
-from headrace.base.section import Index, Section, parse
+from foundation import configfile
+from foundation.directory import MANIFEST, read_manifest
+from foundation.errors import ConfigError
+from foundation.json_schema import node_at, schema_of
+from foundation.paths import LocalPath
+from foundation.section import Index, Section, parse
 
 KEY = "facts"
 SourceKind = Literal[

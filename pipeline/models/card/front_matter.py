@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from headrace.base.task_figures import names_in
+from foundation.task_figures import names_in
 from pipeline.models.card.facts import CardFacts, Gaps
 from pipeline.models.card.lineage import KEY
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest
-from headrace.base.errors import DataError
-from headrace.base.remote_directory import manifest_of
+from foundation.directory import MANIFEST, Manifest, read_manifest
+from foundation.errors import DataError
+from foundation.remote_directory import manifest_of
 
 Ancestor = dict[str, Any]
 """A corpus, tokenizer, model or training in a lineage."""

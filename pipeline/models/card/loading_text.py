@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.base.foreign_json import read_json
+from foundation.foreign_json import read_json
 
 _TRANSFORMERS = """### transformers
 

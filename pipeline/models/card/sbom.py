@@ -17,8 +17,8 @@ from uuid import NAMESPACE_URL, uuid5
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from headrace.base.directory import Manifest, fingerprint_of
-from headrace.base.version import __version__
+from foundation.directory import Manifest, fingerprint_of
+from foundation.version import __version__
 
 BomPart = dict[str, Any]
 """A part of a bill of materials in the format of CycloneDX."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.data.permutation import derive_key
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.own_init import Constructors, init_weights, seeded

@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.buffers import frozen_to_buffers, keep_in_fp32
 from pipeline.models.flash_attention import install_remedy

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
-from headrace.base.remote_folder import local_folder
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
+from foundation.remote_folder import local_folder
 from pipeline.models.construction.buffers import buffer_shapes
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.meta import parameter_shapes

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import write_json
-from headrace.base.foreign_json import read_json
+from foundation.directory import write_json
+from foundation.foreign_json import read_json
 
 GENERATION = "generation_config.json"
 _REMOTE_CODE = "auto_map"

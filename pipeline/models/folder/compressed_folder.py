@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from headrace.base.errors import DataError
-from headrace.base.foreign_json import read_json
+from foundation.errors import DataError
+from foundation.foreign_json import read_json
 from pipeline.models.construction.buffers import keep_in_fp32
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.weight_files import HfFields

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.utils import logging
 
-from headrace.base.errors import DataError
-from headrace.base.gpu_drivers import refuse_unusable_gpu
+from foundation.errors import DataError
+from foundation.gpu_drivers import refuse_unusable_gpu
 from pipeline.models.construction.stored_values import ignored_tensors, left_out_line
 from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
 from pipeline.models.routers import has_experts

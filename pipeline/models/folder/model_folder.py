@@ -8,11 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
-from headrace.base.errors import DataError
-from headrace.base.foreign_folders import what_it_is
-from headrace.base.foreign_json import read_json
-from headrace.base.remote_folder import local_folder
+from foundation.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
+from foundation.errors import DataError
+from foundation.foreign_folders import what_it_is
+from foundation.foreign_json import read_json
+from foundation.remote_folder import local_folder
 from pipeline.models.folder.weight_files import EXPORT, HfFields, TensorInfo, refuse_adapter, stored_tensors
 
 CONFIG = "config.json"

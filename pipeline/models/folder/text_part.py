@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.base.foreign_json import read_json
+from foundation.foreign_json import read_json
 from pipeline.models.folder.weight_files import TensorInfo
 
 TEXT_ALONE = {

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import DataError
-from headrace.base.foreign_folders import file_beside
-from headrace.base.foreign_json import read_json
+from foundation.errors import DataError
+from foundation.foreign_folders import file_beside
+from foundation.foreign_json import read_json
 
 HfFields = dict[str, Any]
 """Fields of a Hugging Face config, as config.json has them."""

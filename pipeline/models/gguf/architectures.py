@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 Array = npt.NDArray[np.float32]
 HfConfig = Mapping[str, Any]

@@ -8,7 +8,7 @@ from math import prod
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf import architectures, libllama
 from pipeline.models.gguf.architectures import GgufArchitecture

@@ -15,7 +15,7 @@ from gguf import GGUFWriter, Keys, TokenType
 
 from data_prep.tokenizer.fingerprint import NAMED_TEMPLATES
 from data_prep.tokenizer.load import read_config, token_text
-from headrace.base.foreign_json import read_json
+from foundation.foreign_json import read_json
 from pipeline.models.folder.beside_weights import GENERATION, read_generation
 from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gguf import GGUFReader, Keys
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 
 def stored_tokens(file: Path) -> list[str]:

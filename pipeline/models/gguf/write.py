@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.models.folder.weight_files import stored_tensors
 from pipeline.models.gguf import architectures, libllama
 from pipeline.models.gguf.architectures import Array

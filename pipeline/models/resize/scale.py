@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.hf_config import known_keys, one_line, optional_keys
 from pipeline.models.layers import global_value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.models.folder.loading import pick_device
 from pipeline.plan.calibration import measure
 from pipeline.plan.calibration.fit_links import links_of

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.directory import write_json
-from headrace.base.errors import ConfigError
+from foundation.directory import write_json
+from foundation.errors import ConfigError
 from pipeline.plan.calibration.fit import fitted
 from pipeline.plan.calibration.score import (
     DRIFT,

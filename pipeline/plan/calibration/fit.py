@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.plan.calibration.score import Score, rescored
 from pipeline.plan.predict.step_time import StepTime
 from pipeline.runtime.machines.machine import (

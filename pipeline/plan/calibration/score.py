@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import MANIFEST, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.directory import MANIFEST, read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.engines.sizes.memory import Bytes, peak_memory

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from headrace.base.html import document, html, join
+from foundation.html import document, html, join
 
 _WIDTH, _LEFT, _ROW, _BAR, _TOP = 1200.0, 110.0, 30.0, 24.0, 26.0
 _LETTER = 7.0

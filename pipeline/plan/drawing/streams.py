@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from headrace.base.html import html
+from foundation.html import html
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
 from pipeline.plan.predict.overlap import Overlap, StreamEvent, overlapped
 from pipeline.plan.predict.rank_time import RankTime

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from headrace.base.html import html, join
+from foundation.html import html, join
 from pipeline.plan.drawing.drawing import Bar, Drawing, page_of, svg_of
 from pipeline.plan.predict.passes import PassKind
 from pipeline.plan.predict.pipeline_simulation import TimedPass, Timeline

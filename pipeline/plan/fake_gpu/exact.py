@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.plan.fake_gpu.case import EAGER, StepCase, run_cases
 from pipeline.run.before.memory_summary import Executed, shown_bytes
 from pipeline.run.before.summary import Entry

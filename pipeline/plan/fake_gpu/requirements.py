@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.plan.fake_gpu import guard
 
 

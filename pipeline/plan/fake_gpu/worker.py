@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.plan.fake_gpu.step import run_step  # isort: skip  before anything that imports torch
-from headrace.base.errors import HeadraceError
-from headrace.base.processes import die_with_parent
+from foundation.errors import HeadraceError
+from foundation.processes import die_with_parent
 from pipeline.plan.fake_gpu.case import StepCase
 
 _PACKAGE = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.configfile import load
-from headrace.base.errors import EXIT_USAGE, ConfigError
-from headrace.base.lock import lock_file
-from headrace.base.paths import LOCAL, is_url
+from foundation.cli import add_config_arguments
+from foundation.configfile import load
+from foundation.errors import EXIT_USAGE, ConfigError
+from foundation.lock import lock_file
+from foundation.paths import LOCAL, is_url
 
 if TYPE_CHECKING:
     from pipeline.config.sections.run import RunSection

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.plan.ladder.plan import Ladder, LadderRun
 from pipeline.plan.ladder.runs import Done, done_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.base.directory import write_text
+from foundation.directory import write_text
 from pipeline.plan.ladder.plan import Ladder
 from pipeline.plan.ladder.prediction import LEVEL, PredictionVerdict
 from pipeline.plan.ladder.runs import Done

@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from headrace.base.configfile import ConfigTree, merge
-from headrace.base.errors import ConfigError
+from foundation.configfile import ConfigTree, merge
+from foundation.errors import ConfigError
 from pipeline.models.resize.scale import scale, section_of
 from pipeline.plan.ladder.large_run import LargeRun, ModelCounts
 from pipeline.plan.laws.laws import step_law_batch, step_law_learning_rate

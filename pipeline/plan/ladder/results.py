@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.base.configfile import ConfigTree, merge
-from headrace.base.directory import MANIFEST, read_manifest, write_json
+from foundation.configfile import ConfigTree, merge
+from foundation.directory import MANIFEST, read_manifest, write_json
 from pipeline.plan.ladder.fit import Points
 from pipeline.plan.ladder.learning_rate import Chosen
 from pipeline.plan.ladder.left_out import LeftOut

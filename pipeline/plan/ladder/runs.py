@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.directory import MANIFEST, read_manifest, write_json
-from headrace.base.errors import EXIT_REQUEUE, ConfigError
-from headrace.base.processes import die_with_parent, signals_passed_on
+from foundation.directory import MANIFEST, read_manifest, write_json
+from foundation.errors import EXIT_REQUEUE, ConfigError
+from foundation.processes import die_with_parent, signals_passed_on
 from pipeline.plan.ladder.plan import Ladder, LadderRun
 from pipeline.runtime.metrics.journal import read_rows
 

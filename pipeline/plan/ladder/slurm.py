@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
-from headrace.base.shipped import SHARE
-from headrace.base.slurm import cancel_jobs, submit_job
+from foundation.errors import ConfigError
+from foundation.shipped import SHARE
+from foundation.slurm import cancel_jobs, submit_job
 from pipeline.plan.ladder.plan import Ladder
 from pipeline.plan.ladder.runs import LOGS
 

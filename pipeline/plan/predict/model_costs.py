@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.costs import expert_flops, forward_flops

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.paths import is_store_url
-from headrace.base.remote_directory import manifest_of
+from foundation.errors import ConfigError, DataError
+from foundation.paths import is_store_url
+from foundation.remote_directory import manifest_of
 from pipeline.config.load import changed, read_config
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun, resolve

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.base.log_filters import quiet_deepspeed
+from foundation.log_filters import quiet_deepspeed
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.layout import SCHEDULES
 from pipeline.plan.predict.passes import Instruction, PassKind, Program

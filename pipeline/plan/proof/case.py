@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
+from foundation.configfile import ConfigTree
 
 
 @dataclass(frozen=True)

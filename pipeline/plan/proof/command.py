@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.errors import ConfigError, HeadraceError
+from foundation.cli import add_config_arguments
+from foundation.errors import ConfigError, HeadraceError
 from pipeline.config.load import load_config
 from pipeline.config.rules.layout import fewest_processes
 from pipeline.config.rules.resolve import ResolvedRun, resolve

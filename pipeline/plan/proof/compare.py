@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.format.metadata import read_metadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.batch import resolve_batch
 from pipeline.config.sections.run import Config
 from pipeline.plan.proof.case import Case, CaseResult

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.checkpoint import named_state
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from headrace.base.configfile import ConfigTree
+from foundation.configfile import ConfigTree
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.layout import check_heads
 from pipeline.config.rules.resolve import ResolvedRun

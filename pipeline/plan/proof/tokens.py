@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.formats.tokenfile import SPLITS, TokenFileWriter, dtype_for, shard_name, shard_prefix
-from headrace.base.directory import commit, fresh_staging
+from foundation.directory import commit, fresh_staging
 
 EOS = 0
 """The id that ends every document."""

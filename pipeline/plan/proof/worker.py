@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError, DataError
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError, DataError
 from pipeline.plan.proof.case import Case, CaseResult, read_cases, read_result, write_result
 from pipeline.run.preload import preload
 from pipeline.runtime.launch.group import free_port

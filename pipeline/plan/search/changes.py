@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError
 from pipeline.config.load import as_sets, changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.layout import SCHEDULES

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.fp8 import torchao_note
 from pipeline.plan.laws.law_warnings import warnings
 from pipeline.plan.laws.show_laws import training_of_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from headrace.base.configfile import ConfigTree
+from foundation.configfile import ConfigTree
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.planned_run import PlannedRun

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
+from foundation.configfile import ConfigTree
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import FEATURES, LAYOUTS, ResolvedRun
 from pipeline.config.sections.layout import SCHEDULES

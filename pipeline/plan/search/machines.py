@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.failures import UnderFailures, under_failures
 from pipeline.plan.predict.memory_plan import with_margin

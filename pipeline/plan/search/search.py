@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.base.configfile import ConfigTree
-from headrace.base.errors import ConfigError
+from foundation.configfile import ConfigTree
+from foundation.errors import ConfigError
 from pipeline.config.load import changed
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.engines.parallel.architecture_limits import check_layout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from headrace.base.html import html, join
+from foundation.html import html, join
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.model_section import definitions
 from pipeline.evaluation.report.page import headrace_page

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from headrace.base.configfile import ConfigTree, overridden, set_value
-from headrace.base.shipped import find_shipped
+from foundation.configfile import ConfigTree, overridden, set_value
+from foundation.shipped import find_shipped
 from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.plan.fake_gpu.case import StepCase, case_process

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.config.sections.run import AnomaliesSection
 from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import Skips

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.engines.base import Replica
 
 _CHUNK = 1 << 22

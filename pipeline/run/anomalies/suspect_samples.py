@@ -20,10 +20,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
-from headrace.base.directory import Manifest, read_manifest
-from headrace.base.errors import DataError, HeadraceError
-from headrace.base.paths import RUN
-from headrace.base.section import parse
+from foundation.directory import Manifest, read_manifest
+from foundation.errors import DataError, HeadraceError
+from foundation.paths import RUN
+from foundation.section import parse
 from pipeline.config.batch import BatchSizes
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config

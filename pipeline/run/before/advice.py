@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.formats.indexed import IndexedTokens
-from headrace.base.foreign_folders import is_trainer_checkpoint
-from headrace.base.remote_folder import local_folder
+from foundation.foreign_folders import is_trainer_checkpoint
+from foundation.remote_folder import local_folder
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.models.construction.buffers import parameters_declared_fp32

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from headrace.base.errors import ConfigError
-from headrace.base.memory_size import bytes_of
+from foundation.errors import ConfigError
+from foundation.memory_size import bytes_of
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.sizes.expert_load import expert_load

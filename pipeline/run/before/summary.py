@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.paths import is_url
+from foundation.paths import is_url
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import QuantizationAwareSection
 from pipeline.config.sections.data import DataSection

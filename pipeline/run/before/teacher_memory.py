@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.distillation import ATTENTIONS, HIDDEN, attention_features, layer_map, relation_heads
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import AttentionsSection, HiddenStatesSection, LayerMap

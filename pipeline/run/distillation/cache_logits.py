@@ -10,10 +10,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import is_store_url
-from headrace.base.remote_output import local_output, upload_finished
-from headrace.base.remote_publish import check_can_publish
+from foundation.errors import ConfigError
+from foundation.paths import is_store_url
+from foundation.remote_output import local_output, upload_finished
+from foundation.remote_publish import check_can_publish
 from pipeline.config.batch import BatchSizes
 from pipeline.config.load import read_config
 from pipeline.config.rules.data import check_data

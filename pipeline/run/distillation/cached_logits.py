@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from data_prep.formats.memory_map import map_file
-from headrace.base.directory import Manifest, fingerprint_of
-from headrace.base.errors import DataError
+from foundation.directory import Manifest, fingerprint_of
+from foundation.errors import DataError
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.data.packed import PackedDataset

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.base.errors import ConfigError
-from headrace.base.remote_run import working_directory
+from foundation.errors import ConfigError
+from foundation.remote_run import working_directory
 from pipeline.config.sections.run import Config
 from pipeline.runtime.metrics.journal import read_rows
 

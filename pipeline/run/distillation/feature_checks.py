@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.distillation import ATTENTIONS, check_models, features_of
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.topology import Topology

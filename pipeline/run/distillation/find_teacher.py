@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from headrace.base.errors import ConfigError
-from headrace.base.remote_folder import local_folder
+from foundation.errors import ConfigError
+from foundation.remote_folder import local_folder
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.mixing_weights import Extent
 from pipeline.data.mixture import DataMixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from headrace.base.directory import Manifest, check_sizes, read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_folder import local_folder
+from foundation.directory import Manifest, check_sizes, read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.remote_folder import local_folder
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.run import AnomaliesSection

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ConfigError
-from headrace.base.remote_folder import local_folder
+from foundation.errors import ConfigError
+from foundation.remote_folder import local_folder
 from pipeline.models.construction.buffers import persistent_buffers
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.rectangle import Rectangle, part

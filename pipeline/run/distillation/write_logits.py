@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.base.directory import MANIFEST, commit, fingerprint_of
-from headrace.base.errors import DataError
-from headrace.base.lock import lock_file
-from headrace.base.remote_output import finished
+from foundation.directory import MANIFEST, commit, fingerprint_of
+from foundation.errors import DataError
+from foundation.lock import lock_file
+from foundation.remote_output import finished
 from pipeline.data.dataset import TokenDataset
 from pipeline.data.micro_batch import MicroBatch, make_batch
 from pipeline.data.packed import PackedDataset

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.version import __version__
+from foundation.version import __version__
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.run.hooks.hook import Hook, HookContext, StepNumbers

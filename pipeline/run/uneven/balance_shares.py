@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.rules.shares import KEY, changes_shapes, share_rule
 from pipeline.config.shares import ShareRule, Shares

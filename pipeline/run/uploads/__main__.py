@@ -13,8 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
-from headrace.base.lease import Lease, LeaseLostError
-from headrace.base.processes import die_with_parent
+from foundation.lease import Lease, LeaseLostError
+from foundation.processes import die_with_parent
 from pipeline.run.uploads.uploader import Uploader, UploadTerms
 
 _WRITING = threading.Lock()

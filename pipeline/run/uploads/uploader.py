@@ -22,19 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from headrace.base.directory import MANIFEST, Manifest, write_json
-from headrace.base.errors import DataError
-from headrace.base.lease import Lease, LeaseLostError, renew
-from headrace.base.remote_directory import local_manifest, read_remote_manifest
-from headrace.base.remote_publish import NotArrivedError, publish
-from headrace.base.remote_run import (
+from foundation.directory import MANIFEST, Manifest, write_json
+from foundation.errors import DataError
+from foundation.lease import Lease, LeaseLostError, renew
+from foundation.remote_directory import local_manifest, read_remote_manifest
+from foundation.remote_publish import NotArrivedError, publish
+from foundation.remote_run import (
     CHECKPOINTS,
     UPLOADS,
     RemoteCheckpoint,
     is_small,
     remote_checkpoints,
 )
-from headrace.base.storage import StorageError, delete, objects_below, upload
+from foundation.storage import StorageError, delete, objects_below, upload
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import iso_time

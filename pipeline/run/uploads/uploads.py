@@ -16,12 +16,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from headrace.base.errors import ConfigError, TrainingError
-from headrace.base.lease import Lease, LeaseLostError, LeaseTakenError, newest_lease, take_lease, wait_until_free
-from headrace.base.paths import is_url
-from headrace.base.remote_publish import check_can_write
-from headrace.base.remote_run import UPLOADS, claim, is_own, pull, working_directory
-from headrace.base.storage import patiently
+from foundation.errors import ConfigError, TrainingError
+from foundation.lease import Lease, LeaseLostError, LeaseTakenError, newest_lease, take_lease, wait_until_free
+from foundation.paths import is_url
+from foundation.remote_publish import check_can_write
+from foundation.remote_run import UPLOADS, claim, is_own, pull, working_directory
+from foundation.storage import patiently
 from pipeline.config.sections.run import Config
 from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.metrics.sinks import JournalRow

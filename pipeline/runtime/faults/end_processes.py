@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from headrace.base.processes import machine, state_of
+from foundation.processes import machine, state_of
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 
 Process = tuple[str, int, int]

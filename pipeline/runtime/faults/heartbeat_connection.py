@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.base.listening import listening_socket
+from foundation.listening import listening_socket
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.heartbeat_messages import Message, MessageDecoder, encode, greeting
 from pipeline.runtime.faults.monitor import ServerAddress

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.base.cli import ERROR_FILE
-from headrace.base.processes import STOPPED, TRACED, machine, raise_file_limit, state_of
+from foundation.cli import ERROR_FILE
+from foundation.processes import STOPPED, TRACED, machine, raise_file_limit, state_of
 from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose, parse_faulthandler_dump
 from pipeline.runtime.faults.end_processes import Process, kill_ranks, ranks_to_kill
 from pipeline.runtime.faults.heartbeat_messages import Message, MessageDecoder, encode, greeting

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
-from headrace.base.processes import machine, state_of
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST
+from foundation.processes import machine, state_of
 from pipeline.runtime.faults.diagnosis import SETTLE_S, thread_stack
 from pipeline.runtime.faults.end_processes import exit_now, kill_ranks
 from pipeline.runtime.faults.heartbeat_messages import DIAGNOSIS, Message, MessageDecoder, encode

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.base.cli import ERROR_FILE
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
-from headrace.base.foreign_json import json_row
-from headrace.base.processes import STOPPED, TRACED, machine, state_of
+from foundation.cli import ERROR_FILE
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST
+from foundation.foreign_json import json_row
+from foundation.processes import STOPPED, TRACED, machine, state_of
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 from pipeline.runtime.metrics.sinks import JournalRow
 

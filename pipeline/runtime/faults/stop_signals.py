@@ -20,7 +20,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from foundation.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.rendezvous import RUN_STOPPED
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
-from headrace.base.link_errors import is_link_error
+from foundation.errors import EXIT_INTERRUPTED, EXIT_LOST, HeadraceError
+from foundation.link_errors import is_link_error
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.diagnosis import SETTLE_S, Diagnosis, RankStatus
 from pipeline.runtime.faults.end_processes import exit_now

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DataError
-from headrace.base.foreign_json import read_json
+from foundation.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DataError
+from foundation.foreign_json import read_json
 from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.metrics import Metrics, MetricsReader
 from pipeline.runtime.metrics.sinks import JournalRow

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.metrics.attempts_journal import read_events
 from pipeline.runtime.metrics.sinks import JournalRow

@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError
-from headrace.base.paths import RUN
+from foundation.errors import ConfigError
+from foundation.paths import RUN
 from pipeline.runtime.goodput.failures.model import (
     DAY,
     HOUR,

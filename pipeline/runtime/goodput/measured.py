@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.runtime.goodput.account import STOPPED, Goodput, TimeSpent, goodput_of, submission_time
 from pipeline.runtime.goodput.attempts import RecordedAttempt, read_attempts
 from pipeline.runtime.goodput.failures.model import DAY

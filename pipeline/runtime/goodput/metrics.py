@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from headrace.base.foreign_json import json_row
+from foundation.foreign_json import json_row
 from pipeline.runtime.metrics.journal import NAME, newest_figures
 from pipeline.runtime.metrics.sinks import TASK, JournalRow
 from pipeline.runtime.metrics.time_sums import SumsByAttempt

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.base.cli import add_config_arguments, leave
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.remote_run import up_to_date
+from foundation.cli import add_config_arguments, leave
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.remote_run import up_to_date
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError
-from headrace.base.gpu_drivers import refuse_unusable_gpu
+from foundation.errors import ConfigError
+from foundation.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch.gpu_environment import allocator_defaults
 

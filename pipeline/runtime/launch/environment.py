@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 AGENT_STARTS = "HEADRACE_AGENT_STARTS"
 """Variable by which an agent tells its ranks that it has started them, and for which time."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from headrace.base.errors import CheckpointError, HeadraceError
+from foundation.errors import CheckpointError, HeadraceError
 
 T = TypeVar("T")
 

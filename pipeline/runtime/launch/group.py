@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.errors import ConfigError, TrainingError
+from foundation.errors import ConfigError, TrainingError
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.gpu_environment import flight_recorder_defaults, host_group_defaults

@@ -5,7 +5,7 @@ to 30 s after a failure, prints the errors of all ranks interleaved or none, and
 itself; and it needs torch in this process, which here waits in 20 MB.
 
 Rank 0 writes to the terminal. The output of the others is kept in files, and so are the errors of all ranks
-(`headrace.base.cli.guarded`): when one fails, the others often fail after it, and only the first error is the cause.
+(`foundation.cli.guarded`): when one fails, the others often fail after it, and only the first error is the cause.
 When one is lost, the watchdog's report is in one of those files too (`pipeline/runtime/faults`).
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE
+from foundation.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.runtime.launch.environment import POD
 from pipeline.runtime.launch.host_memory import HOST_MEMORY, out_of_memory_kills
 from pipeline.runtime.launch.pod import PodPlace

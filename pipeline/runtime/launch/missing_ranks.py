@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from headrace.base.cli import guarded, leave
-from headrace.base.errors import ConfigError, HeadraceError, LostError
-from headrace.base.processes import STOPPED, environment_of, siblings, state_of
+from foundation.cli import guarded, leave
+from foundation.errors import ConfigError, HeadraceError, LostError
+from foundation.processes import STOPPED, environment_of, siblings, state_of
 from pipeline.runtime.launch.environment import detect
 from pipeline.runtime.launch.rendezvous import Rendezvous, mark, store_call
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 _NODES, _NODE_RANK, _PROCESSES = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
 _ADDRESS, _PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.base.cli import ERROR_FILE
-from headrace.base.processes import STOPPED, die_with_parent, state_of
+from foundation.cli import ERROR_FILE
+from foundation.processes import STOPPED, die_with_parent, state_of
 from pipeline.runtime.launch.log_file import log_variable
 
 _POLL_S = 0.05
@@ -29,7 +29,7 @@ class RankProcess:
         number: global rank.
         process: process in a session of its own, so that Ctrl-C reaches this process alone.
         output: file that it writes to; None for this process's own output.
-        error: file in which it leaves its error, see `headrace.base.cli.guarded`.
+        error: file in which it leaves its error, see `foundation.cli.guarded`.
     """
 
     number: int

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.lease import FOLDER, SILENT_S, LeaseLostError, LeaseTakenError, held, newest_lease
-from headrace.base.lock import LockedError, NoLocksError, is_locked, lock_file
+from foundation.errors import ConfigError, DataError
+from foundation.lease import FOLDER, SILENT_S, LeaseLostError, LeaseTakenError, held, newest_lease
+from foundation.lock import LockedError, NoLocksError, is_locked, lock_file
 from pipeline.runtime.faults.end_processes import exit_now
 from pipeline.runtime.faults.report import print_report
 from pipeline.runtime.launch.environment import AGENT_STARTS

@@ -16,8 +16,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.errors import ConfigError, LostError
-from headrace.base.processes import raise_file_limit
+from foundation.errors import ConfigError, LostError
+from foundation.processes import raise_file_limit
 from pipeline.runtime.launch.environment import Launch
 from pipeline.runtime.launch.missing_ranks import exit_after, kill_stopped
 from pipeline.runtime.launch.rank_devices import RankDevice, check_devices, register

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
-from headrace.base.errors import HeadraceError, LostError, TrainingError
+from foundation.errors import HeadraceError, LostError, TrainingError
 from pipeline.runtime.launch.rendezvous import Rendezvous, store_call
 
 T = TypeVar("T")

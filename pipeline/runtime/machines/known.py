@@ -6,9 +6,9 @@ import functools
 import re
 from pathlib import Path
 
-from headrace.base.configfile import load
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse, suggest
+from foundation.configfile import load
+from foundation.errors import ConfigError
+from foundation.section import parse, suggest
 from pipeline.runtime.machines.machine import Machine
 
 _FOLDER = Path(__file__).parent

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat
 
-from headrace.base.section import Count, Section
+from foundation.section import Count, Section
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 

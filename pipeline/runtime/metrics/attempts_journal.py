@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.base.foreign_json import json_row
+from foundation.foreign_json import json_row
 from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import iso_time
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headrace.base.errors import TrainingError
-from headrace.base.foreign_json import json_row
+from foundation.errors import TrainingError
+from foundation.foreign_json import json_row
 from pipeline.runtime.metrics.sinks import TASK, JournalRow
 from pipeline.runtime.metrics.time_sums import SumsByAttempt, TimeSums
 from pipeline.runtime.metrics.times import iso_time

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.deepspeed import TensorBoardSection
 
 _STARTS = ("started", "resumed", "rollback")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from deepspeed.runtime.fp16 import loss_scaler
 
-from headrace.base.directory import read_manifest
-from headrace.base.errors import CheckpointError
+from foundation.directory import read_manifest
+from foundation.errors import CheckpointError
 from headrace.commands.app import run as headrace
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.unpickle import open_saved

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from headrace.commands.app import run as headrace
 from pipeline.checkpoint.export.megatron_folder import write_megatron
 from pipeline.checkpoint.importing.dcp import DcpFolder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.importing.megatron_arguments import check_arguments, fields_of
 from tests.checkpoint.importing.test_import import refusal
 from tests.checkpoint.importing.test_megatron import words_of, work

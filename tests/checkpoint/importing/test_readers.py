@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from transformers import AutoConfig
 
-from headrace.base.errors import CheckpointError, DataError
+from foundation.errors import CheckpointError, DataError
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import DcpFolder, read_dcp
 from pipeline.checkpoint.importing.find import check_known

@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
-from headrace.base.errors import CheckpointError
+from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
 from pipeline.checkpoint.importing.dcp import _metadata
 from pipeline.checkpoint.importing.unpickle import open_saved

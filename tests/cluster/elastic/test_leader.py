@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST, EXIT_REQUEUE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.elastic.leader import Terms, first_plan, grown, newest, next_plan, reconciled, welcomed
 from pipeline.cluster.elastic.verdict import CAUSE_S, FOLLOWED_S, SAVED_S

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
-from headrace.base.memory_size import available_memory
+from foundation.errors import ConfigError
+from foundation.memory_size import available_memory
 from pipeline.cluster.node_checks.__main__ import BAD_NODES
 from pipeline.cluster.node_checks.before_start import addresses_of, check_command, read_verdict
 from pipeline.cluster.node_checks.host import check_host

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.cluster.node_checks.bad_nodes import (
     NAME,
     add_fault,

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from headrace.base.cli import guarded
-from headrace.base.errors import ConfigError, DataError
+from foundation.cli import guarded
+from foundation.errors import ConfigError, DataError
 from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.local_ranks import Command, LocalRanks, cause_of
@@ -282,8 +282,8 @@ def test_under_slurm_the_agents_of_the_newest_start_of_a_job_are_shown(tmp_path:
 def test_the_reason_of_agents_names_the_error_of_the_first_rank(tmp_path: Path) -> None:
     failed = """
 import sys
-from headrace.base.cli import guarded
-from headrace.base.errors import DataError
+from foundation.cli import guarded
+from foundation.errors import DataError
 def fail():
     raise DataError("tokens directory /x does not exist\\n  try: make it")
 sys.exit(guarded(fail))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.cutting import write_folder
 from pipeline.compress.pruning.gathering import find_importance

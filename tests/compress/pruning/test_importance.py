@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.importance import Sums, Windows, gather
 from pipeline.compress.pruning.rules import PruningPlan, prepare
@@ -28,8 +28,8 @@ from tests.support import output_of
 CPU = torch.device("cpu")
 GATHER = """
 import sys
-from headrace.base.configfile import load
-from headrace.base.section import parse
+from foundation.configfile import load
+from foundation.section import parse
 from pipeline.runtime.launch import detect
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.rules import prepare
@@ -158,9 +158,9 @@ def test_layouts_agree_where_attention_stays_within_documents(tokens: Path, tmp_
 MEASURED = """
 import sys
 import pipeline.compress.pruning.gathering as latency
-from headrace.base.cli import guarded
-from headrace.base.configfile import load
-from headrace.base.section import parse
+from foundation.cli import guarded
+from foundation.configfile import load
+from foundation.section import parse
 from pipeline.runtime.launch import detect
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.gathering import find_importance

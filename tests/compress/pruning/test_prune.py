@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from headrace.base.directory import read_manifest, staging_path, verify
-from headrace.base.section import parse
+from foundation.directory import read_manifest, staging_path, verify
+from foundation.section import parse
 from pipeline.compress.pruning.axes import GROUPS
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.gathering import measure_ratio

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError, HeadraceError
-from headrace.base.section import parse
+from foundation.errors import ConfigError, HeadraceError
+from foundation.section import parse
 from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.rules import prepare
 from pipeline.compress.pruning.sharded import open_model

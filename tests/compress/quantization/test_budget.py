@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.compress.quantization.assignment import LayerScheme, unit_of
 from pipeline.compress.quantization.budget import UNCHANGED, Budget, QuantizedUnit
 from pipeline.compress.quantization.config import QuantizeConfig

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import prepare
 from pipeline.compress.quantization.sensitivity import changed

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.compress.quantization.calibration import Method, calibrate, decoder_layers, layer_inputs
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.gptq import e4m3, gptq, integers

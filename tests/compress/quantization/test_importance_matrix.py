@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM
 
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.importance_matrix import measure_importance
 from pipeline.compress.quantization.rules import prepare

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.compress.quantization.moments import SecondMoments
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.compress.quantization.weights import scale_of
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.sections.compression import QuantizationAwareSection

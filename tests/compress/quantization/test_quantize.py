@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from headrace.base.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
-from headrace.base.remote_directory import CACHE, fetch
-from headrace.base.remote_publish import publish
-from headrace.base.section import parse
+from foundation.directory import Manifest, read_manifest, sha256_of_file, staging_path, verify
+from foundation.remote_directory import CACHE, fetch
+from foundation.remote_publish import publish
+from foundation.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import QuantizationPlan, prepare
 from pipeline.compress.quantization.weights import pack, save

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from headrace.base.errors import ConfigError, DataError, HeadraceError
-from headrace.base.section import parse
+from foundation.errors import ConfigError, DataError, HeadraceError
+from foundation.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import prepare
 from pipeline.evaluation.heldout.measure import measure

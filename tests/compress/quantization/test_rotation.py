@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.compress.quantization.calibration import decoder_layers
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.families import FAMILIES

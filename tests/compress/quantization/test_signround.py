@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.compress.quantization.calibration import Method, calibrate
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.gptq import integers

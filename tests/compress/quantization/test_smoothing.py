@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.compress.quantization.calibration import Method, calibrate
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.families import FAMILIES, Family

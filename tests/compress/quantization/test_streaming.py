@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.base.directory import fresh_staging, read_manifest, sha256_of_file, verify
-from headrace.base.section import parse
+from foundation.directory import fresh_staging, read_manifest, sha256_of_file, verify
+from foundation.section import parse
 from pipeline.compress.quantization import work
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import QuantizationPlan, prepare, work_path

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.directory import fresh_staging, read_manifest, sha256_of_file
-from headrace.base.errors import CheckpointError, ConfigError, DataError
-from headrace.base.section import parse
+from foundation.directory import fresh_staging, read_manifest, sha256_of_file
+from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.section import parse
 from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.rules import prepare, work_path
 from pipeline.compress.quantization.streaming import stream

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from headrace.base.configfile import merge
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.section import parse
+from foundation.configfile import merge
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, DataError
+from foundation.section import parse
 from pipeline.compress.recipe.check import check_recipe, check_steps, different
 from pipeline.compress.recipe.config import RecipeConfig
 from pipeline.compress.recipe.steps import plan_steps

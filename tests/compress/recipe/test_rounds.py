@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.directory import read_manifest, staging_path
+from foundation.directory import read_manifest, staging_path
 from pipeline.models.folder.model_folder import ModelFolder
 from tests.compress.recipe.test_recipe import run, started
 from tests.conftest import tiny_config, write_config

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base import configfile
-from headrace.base.errors import ConfigError
+from foundation import configfile
+from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
 from tests.config.rules.test_rules import REFUSALS

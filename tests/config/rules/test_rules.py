@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.rules.resolve import ResolvedRun, resolve

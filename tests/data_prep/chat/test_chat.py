@@ -21,7 +21,7 @@ from data_prep.formats.tokenfile import TokenFile, open_split
 from data_prep.sources.conversation import ConversationError, conversation_line
 from data_prep.tokenizer.load import load
 from data_prep.tokenizer.train import train
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli, write_config
 
 WITH_BLOCKS = """\

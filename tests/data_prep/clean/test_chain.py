@@ -15,8 +15,8 @@ from data_prep.clean import chain, words
 from data_prep.clean.chain import CleanedText, Dropped, build_chain
 from data_prep.clean.ngrams import NGrams
 from data_prep.config.cleaning import SECTIONS, CleaningSteps, StepSection, parse_steps
-from headrace.base.errors import ConfigError
-from headrace.base.section import Section, parse
+from foundation.errors import ConfigError
+from foundation.section import Section, parse
 from tests.data_prep.clean.one_step import PROSE
 
 

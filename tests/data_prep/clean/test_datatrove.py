@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.clean.chain import CleanedText, Dropped, build_chain
 from data_prep.config.cleaning import parse_steps
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from tests.data_prep.clean.one_step import PROSE, run
 
 needs_datatrove = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from tests.data_prep.clean.one_step import PROSE, run
 
 GERMAN = "Die Mühle steht dort, wo der Fluss die Hügel verlässt, und ein Obergraben führt ihr das Wasser zu. " * 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from tests.data_prep.clean.one_step import PROSE, run
 
 

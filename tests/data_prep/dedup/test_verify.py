@@ -14,8 +14,8 @@ from data_prep.config.corpus import load
 from data_prep.config.dedup import DedupSection, NearSection
 from data_prep.dedup import document_tasks, minhash, verify
 from data_prep.dedup.components import KEEP, NEAR_DUPLICATE, SEEN, ComponentsTask, drops_path
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError
 from tests.data_prep.conftest import cli, tree, write_config
 from tests.data_prep.dedup.conftest import batch_of
 from tests.data_prep.in_process import run_job

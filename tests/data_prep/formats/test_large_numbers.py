@@ -13,7 +13,7 @@ from data_prep.formats.memory_map import map_array
 from data_prep.formats.tokenfile import MAX_DOCUMENT_TOKENS, TokenFile, TokenFileWriter
 from data_prep.tasks.sorted_runs import DOCUMENT, DocumentMetadata, RunStream, RunWriter, SortedRun
 from data_prep.tokenizer.engines import Tokens
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from tests.data.sparse import write_pair
 
 _FIRST_REFUSED = MAX_DOCUMENT_TOKENS + 1

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter, dtype_for, with_suffix
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 Documents = list[list[int]]
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=20), max_size=12)

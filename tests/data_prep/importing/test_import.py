@@ -17,8 +17,8 @@ from data_prep.formats.tokenfile import TokenFile, TokenFileWriter
 from data_prep.importing import command
 from data_prep.importing.command import StatedFacts, import_tokens
 from data_prep.tokenizer.load import describe
-from headrace.base.directory import Manifest, read_manifest, verify
-from headrace.base.errors import ConfigError, DataError, HeadraceError
+from foundation.directory import Manifest, read_manifest, verify
+from foundation.errors import ConfigError, DataError, HeadraceError
 from tests import warm
 from tests.data_prep.importing.formats import FORMATS, Ids, begun, ended, llmc, write_llmc
 from tests.fixtures.foreign_tokens.make import HERE, documents

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from tests.data_prep.conftest import mixed_corpus, tree
 from tests.data_prep.in_process import run_job
 from tests.support import flip_a_byte

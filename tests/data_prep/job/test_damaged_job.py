@@ -15,8 +15,8 @@ from data_prep.config.corpus import load
 from data_prep.job import prepare
 from data_prep.job.directory import Job
 from data_prep.task import atomic_directory
-from headrace.base.directory import sync, write_json
-from headrace.base.errors import DataError
+from foundation.directory import sync, write_json
+from foundation.errors import DataError
 from tests.data_prep.conftest import config_file, text_folder, tree
 from tests.data_prep.in_process import run_job
 from tests.support import flip_a_byte

@@ -16,7 +16,7 @@ import pytest
 
 from data_prep.formats.tokenfile import TokenFile, shard_prefix, with_suffix
 from data_prep.task import scratch_path
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli, tree, write_config
 from tests.support import output_of, refusal_of
 

@@ -18,7 +18,7 @@ import pytest
 from data_prep.config.corpus import load
 from data_prep.job import phases, saved_plans
 from data_prep.job.phases import Phase
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from tests.data_prep.conftest import config_file, tree
 from tests.data_prep.in_process import InProcess, run_job
 

@@ -28,8 +28,8 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.records import BadRecord
 from data_prep.sources.units import units
 from data_prep.sources.warc import _dechunked
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, DataError
 from tests.data_prep.conftest import tree, write_config
 from tests.data_prep.in_process import run_job
 

@@ -16,7 +16,7 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import BadRecord
 from data_prep.sources.units import units
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from tests.data_prep.conftest import write_config
 from tests.data_prep.in_process import run_job
 

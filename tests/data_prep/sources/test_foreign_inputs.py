@@ -24,7 +24,7 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import BadRecord, TextBatch
 from data_prep.sources.units import Unit, units
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 TEXTS = [f'text {i} of Łódź \\ "quoted" [{{, {i * i}' for i in range(300)]
 LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)

@@ -19,7 +19,7 @@ from data_prep.sources.listing import ResolvedSource, resolve
 from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import units
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from tests.data_prep.conftest import write_config
 
 LINE = '{"text": "x"}\n'

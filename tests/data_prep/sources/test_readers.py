@@ -23,7 +23,7 @@ from data_prep.sources.listing import resolve
 from data_prep.sources.read_unit import read_unit, unit_digest, wanted_fields
 from data_prep.sources.records import BadRecord, TextBatch
 from data_prep.sources.units import Unit, group, units
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 
 
 def planned(source: Source, task_bytes: int = 1 << 20) -> list[Unit]:

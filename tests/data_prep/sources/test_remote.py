@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data_prep.formats.tokenfile import open_split
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli_of_its_own, write_config
 from tests.data_prep.sources.fake_hub import serve_hub
 from tests.object_store import environment, s3_server

@@ -21,8 +21,8 @@ from data_prep.tasks import tokenizer_sample
 from data_prep.tasks.tokenizer_sample import proof_texts, sample_texts
 from data_prep.tokenizer import fingerprint
 from data_prep.tokenizer.train import train
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError, DataError
 from tests.data_prep.conftest import cli, tree, write_config
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 from data_prep.tokenizer.load import describe
 from data_prep.tokenizer.train import write_folder
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[]", b'{"model": {}}'])

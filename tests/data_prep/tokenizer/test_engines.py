@@ -16,7 +16,7 @@ from data_prep.tokenizer import engine_choice, engines
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, random_texts
 from data_prep.tokenizer.engines import TokenizerEngine, Tokens, open_engine
 from data_prep.tokenizer.train import train
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 
 TEXTS = [f"Document {i} of the mill: la rivière n° {i * i} turns the wheel.\n" for i in range(200)]
 

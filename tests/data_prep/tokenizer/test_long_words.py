@@ -20,8 +20,8 @@ from data_prep.tokenizer import long_words, sentencepiece_model
 from data_prep.tokenizer.load import load
 from data_prep.tokenizer.long_words import NAMED_CHARACTERS, TRAINED_CHARACTERS, cut_long_words, longest_word
 from data_prep.tokenizer.train import train
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError
 from tests.data_prep.conftest import cli, write_config
 from tests.data_prep.in_process import run_job
 

@@ -21,7 +21,7 @@ from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS, normal_form
 from data_prep.tokenizer.engine_choice import check_sample, choose_engine
 from data_prep.tokenizer.engines import open_engine
 from data_prep.tokenizer.load import load
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from tests.data_prep.conftest import write_config
 from tests.data_prep.in_process import run_job
 

@@ -26,7 +26,7 @@ from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load, read_config
 from data_prep.tokenizer.train import train
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from tests import warm
 from tests.data_prep.conftest import cli, write_config
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.common import update_scales
 from pipeline.engines.optim.build import build_optimizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import UpdateScale, parameter_groups, set_learning_rate

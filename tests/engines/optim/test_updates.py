@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.sections.optimizers import ADAMW, KINDS, OptimizerSection, UpdateScope, kind_of
 from pipeline.engines.optim import lion

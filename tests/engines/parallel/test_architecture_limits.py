@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel import decoder, ring
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.models.attention import ATTENTION_NAME

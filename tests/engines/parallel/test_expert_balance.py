@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.checkpoint.named_state import buffer_state
 from pipeline.config.sections.run import MoeSection
 from pipeline.data.micro_batch import IGNORE

@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.parallel import experts
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.curve import curve_fields
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel import experts, fp8

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.run import MemorySection
 from pipeline.engines.experimental import expert_kernels
 from pipeline.engines.experimental.expert_kernels import DeepEP, HybridEP

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.decoder import Decoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.base.errors import HeadraceError
+from foundation.errors import HeadraceError
 from pipeline.engines.parallel import experts
 from pipeline.engines.parallel.activation_checkpointing import restores_results
 from pipeline.engines.parallel.collectives import functional

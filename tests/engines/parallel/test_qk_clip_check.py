@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.qk_clip_check import attention_logits, check_qk_clip, scales_alone
 from pipeline.models.attention import ATTENTION_NAME

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.rules.stage_devices import StageDevices
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import LocalModel, assemble

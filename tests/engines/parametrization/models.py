@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.sections.run import ModelSection
 from pipeline.engines.parametrization.scales import Parametrization, find_parametrization
 from pipeline.models.construction.meta import build_meta

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.sections.optimizers import OptimizerParams, OptimizerSection
 from pipeline.engines.optim.groups import UpdateScale, parameter_groups, set_learning_rate
 from pipeline.engines.parametrization.kinds import ParameterKind

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.evaluation.comparison.candidates import Wanted, check
 from pipeline.evaluation.comparison.frontier import frontier
 from pipeline.evaluation.comparison.rows import Row, as_csv, as_json, row_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.evaluation.heldout import harness
 from tests import warm
 from tests.support import output_of, refusal_of

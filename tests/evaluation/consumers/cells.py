@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from pipeline.data.dataset import TokenDataset
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.base.directory import MANIFEST, Manifest, read_manifest, write_manifest
-from headrace.base.errors import ConfigError, DataError
+from foundation.directory import MANIFEST, Manifest, read_manifest, write_manifest
+from foundation.errors import ConfigError, DataError
 from pipeline.compress.quantization.config import SCHEMES
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.consumers import process, remedies

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data_prep.formats.maskfile import mask_path
 from data_prep.formats.tokenfile import TokenFile, TokenFileWriter, dtype_for, shard_name, shard_prefix
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
-from headrace.base.directory import MANIFEST, commit, read_manifest, staging_path
+from foundation.directory import MANIFEST, commit, read_manifest, staging_path
 from pipeline.data.dataset import TokenDataset
 from tests.warm_python import python
 

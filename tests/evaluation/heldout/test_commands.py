@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.heldout import command, complete
 from pipeline.evaluation.heldout.heldout_loss import evaluate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import heldout_batches
 from pipeline.data.micro_batch import IGNORE

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import write_manifest
+from foundation.directory import write_manifest
 from pipeline.runtime.metrics.journal import Journal
 
 TOKENS_PER_STEP = 1000

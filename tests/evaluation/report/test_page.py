@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import write_manifest, write_text
+from foundation.directory import write_manifest, write_text
 from pipeline.evaluation.heldout.complete import complete
 from pipeline.evaluation.report import svg
 from pipeline.evaluation.report.facts import facts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError, DataError, HeadraceError
+from foundation.errors import ConfigError, DataError, HeadraceError
 from pipeline.evaluation.report import command
 from pipeline.evaluation.report.inputs import check
 from tests import warm

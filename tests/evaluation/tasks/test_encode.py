@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.evaluation.tasks.bundled import package_folder
 from pipeline.evaluation.tasks.encode import EncodedTask, open_tasks

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.base.task_figures import figures_line
+from foundation.task_figures import figures_line
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.figures import MATCHES, continuations, ranked_figures, wilson

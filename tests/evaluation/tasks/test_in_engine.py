@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import MambaConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.evaluation import TaskSection
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.task_figures import figures_line, with_interval
+from foundation.task_figures import figures_line, with_interval
 from pipeline.models.card.front_matter import front_matter_of
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm, warm_python

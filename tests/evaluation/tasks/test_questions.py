@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.evaluation.tasks import bundled
 from pipeline.evaluation.tasks.bundled import bundled_questions, package_folder
 from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion, read_questions

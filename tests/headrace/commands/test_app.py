@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import COMMANDS
-from headrace.base.command_line import execute
-from headrace.base.verbs import VERBS as TABLE
+from foundation.command_line import execute
+from foundation.verbs import VERBS as TABLE
 from headrace.commands import app
 from tests.conftest import ROOT
 from tests.support import refusal_of
@@ -143,7 +143,7 @@ def test_what_the_config_alone_decides_is_answered_without_torch(words: str, cod
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    assert run("--version") == "headrace 0.5.0\n"
+    assert run("--version") == "headrace 0.6.0\n"
 
 
 @pytest.mark.parametrize(

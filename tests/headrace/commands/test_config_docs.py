@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headrace.base import configfile
-from headrace.base.config_kinds import KINDS, example_file, keys, parts_of
-from headrace.base.errors import ConfigError
-from headrace.base.json_schema import NO_DEFAULT
-from headrace.base.section import parse
+from foundation import configfile
+from foundation.config_kinds import KINDS, example_file, keys, parts_of
+from foundation.errors import ConfigError
+from foundation.json_schema import NO_DEFAULT
+from foundation.section import parse
 from headrace.commands.explain import lines_of
 from headrace.commands.schema import reference
 from tests.conftest import ROOT

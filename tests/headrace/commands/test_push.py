@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import commit, fresh_staging
+from foundation.directory import commit, fresh_staging
 from tests.headrace.commands.writable_hub import READ_ONLY, TOKEN, WritableHub, writable_hub
 
 READ_BACK = "import sys, huggingface_hub as h; print(h.snapshot_download(sys.argv[1], repo_type=sys.argv[2],"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.directory import write_manifest
-from headrace.base.errors import DataError
+from foundation.directory import write_manifest
+from foundation.errors import DataError
 from pipeline.cluster.status.run import read_status
 from pipeline.runtime.faults.report import FILE_NAME as FAULTS
 from pipeline.runtime.launch.run_lock import exclusive_run

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
-from headrace.base.shipped import SHARE
+from foundation.errors import ConfigError
+from foundation.shipped import SHARE
 from headrace.submission import snapshot
 from headrace.submission.configs import elements
 from headrace.submission.stages import fill

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from headrace.submission import snapshot
 from headrace.submission.configs import Given
 from headrace.submission.environment import settings_of, venv_of

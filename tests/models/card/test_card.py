@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.directory import read_manifest, sha256_of_file, verify, write_manifest
+from foundation.directory import read_manifest, sha256_of_file, verify, write_manifest
 from pipeline.models.card.front_matter import front_matter_of
 from pipeline.models.card.lineage import lineage_of, training_lineage
 from tests import warm

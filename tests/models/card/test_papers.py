@@ -14,8 +14,8 @@ import pytest
 import yaml
 from huggingface_hub import DatasetCard, ModelCard
 
-from headrace.base.directory import read_manifest, verify, write_manifest
-from headrace.base.errors import ConfigError
+from foundation.directory import read_manifest, verify, write_manifest
+from foundation.errors import ConfigError
 from pipeline.models.card.facts import CardFacts, Gaps, load_facts, recorded_facts, top_domains
 from pipeline.models.card.lineage import lineage_of
 from pipeline.models.card.training_summary import RANGES, size_range, training_summary

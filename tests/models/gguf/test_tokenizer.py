@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.evaluation.consumers.texts import AWKWARD, texts_of
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf.plan import plan_file

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headrace.base.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from pipeline.evaluation.consumers.compare import kl_divergence
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf import architectures

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.plan.fake_gpu import guard

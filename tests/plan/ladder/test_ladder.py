@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.configfile import load
+from foundation.configfile import load
 from pipeline.plan.ladder.runs import finished_loss
 from tests.conftest import tiny_config, write_config
 from tests.support import alive, kill, output_of, wait_until

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.plan.ladder.large_run import read_large_run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.errors import HeadraceError
-from headrace.base.section import parse
+from foundation.errors import HeadraceError
+from foundation.section import parse
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config, ModelSection
 from pipeline.models.construction.meta import build_meta

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.own_loop import prepare
 from tests.own_loop.worker import BATCH, data, network, optimizer_of
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.run.anomalies.replicas import check_replicas
 from tests.engines.layout_worker import make_engine, resolved, step_batch
 

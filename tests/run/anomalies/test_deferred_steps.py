@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.engines.base import StepOutcome, UpdateLimits
 from pipeline.engines.torch_native.deferred_step import DeferredStep, decide
 from pipeline.run.anomalies.guarded_step import Rollback

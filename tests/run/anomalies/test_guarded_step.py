@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.config.sections.run import AnomaliesSection
 from pipeline.data.micro_batch import IGNORE, StepBatch
 from pipeline.data.skips import NO_SKIPS

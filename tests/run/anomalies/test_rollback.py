@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.directory import read_manifest
-from headrace.base.section import parse
+from foundation.directory import read_manifest
+from foundation.section import parse
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.loader import StepLoader

@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from headrace.base.cli import guarded, leave
+from foundation.cli import guarded, leave
 from pipeline.data.mixture import open_mixture
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.base.cli import guarded
+from foundation.cli import guarded
 from pipeline.distill import main
 from pipeline.run.distillation.on_policy import OnPolicySamples
 from pipeline.runtime.launch import detect

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_prep.formats.memory_map import map_file
-from headrace.base.directory import read_manifest, verify
+from foundation.directory import read_manifest, verify
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.data import DataSection

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.base.directory import read_manifest
-from headrace.base.errors import ConfigError
+from foundation.directory import read_manifest
+from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.run.prepare import prepare

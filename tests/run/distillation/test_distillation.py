@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.compression import DistillSection

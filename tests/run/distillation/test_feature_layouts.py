@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests.conftest import launch, losses, write_config
 from tests.engines.comparison import layout_params
 from tests.run.distillation.test_features import BOTH

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.load import read_config
 from pipeline.config.rules.distillation import HIDDEN, layer_map
 from pipeline.config.rules.resolve import ResolvedRun, resolve

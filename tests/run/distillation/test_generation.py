@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, MambaConfig
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.decoder import Decoder

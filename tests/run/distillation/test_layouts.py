@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from tests import warm
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.engines.comparison import EXPERTS, layout_params

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.directory import read_manifest
+from foundation.directory import read_manifest
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.remote_directory import CACHE
+from foundation.remote_directory import CACHE
 from tests.object_store import Faulty, s3_server
 
 

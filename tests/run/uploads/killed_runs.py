@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.base.directory import read_manifest, verify
-from headrace.base.remote_directory import CACHE, fetch
-from headrace.base.remote_run import local_run, remote_checkpoints
+from foundation.directory import read_manifest, verify
+from foundation.remote_directory import CACHE, fetch
+from foundation.remote_run import local_run, remote_checkpoints
 from tests import warm, warm_python
 from tests.conftest import entry_point, launch, losses, make_tokens, text_folders, tiny_config, write_config
 from tests.object_store import Faulty, environment, s3_server

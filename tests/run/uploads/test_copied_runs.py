@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.lease import newest_lease
-from headrace.base.remote_directory import CACHE
-from headrace.base.remote_run import working_directory
-from headrace.base.storage import delete, objects_below
+from foundation.lease import newest_lease
+from foundation.remote_directory import CACHE
+from foundation.remote_run import working_directory
+from foundation.storage import delete, objects_below
 from headrace.commands.app import run as headrace
 from tests.conftest import launch, losses
 from tests.object_store import Faulty

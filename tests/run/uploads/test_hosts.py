@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.lease import newest_lease
-from headrace.base.remote_directory import CACHE
+from foundation.lease import newest_lease
+from foundation.remote_directory import CACHE
 from tests import warm, warm_python
 from tests.conftest import entry_point
 from tests.run.uploads.killed_runs import config_of

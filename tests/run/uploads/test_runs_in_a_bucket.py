@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headrace.base.remote_directory import manifest_of
-from headrace.base.remote_publish import publish
-from headrace.base.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
+from foundation.remote_directory import manifest_of
+from foundation.remote_publish import publish
+from foundation.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
 from headrace.commands.app import run as headrace
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm_python

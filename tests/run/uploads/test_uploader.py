@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from headrace.base.directory import MANIFEST, commit, fresh_staging
-from headrace.base.errors import ConfigError, DataError
-from headrace.base.lease import LeaseLostError, newest_lease, take_lease
-from headrace.base.remote_run import (
+from foundation.directory import MANIFEST, commit, fresh_staging
+from foundation.errors import ConfigError, DataError
+from foundation.lease import LeaseLostError, newest_lease, take_lease
+from foundation.remote_run import (
     claim,
     fetch_checkpoint,
     local_run,
@@ -23,7 +23,7 @@ from headrace.base.remote_run import (
     remote_checkpoints,
     working_directory,
 )
-from headrace.base.storage import StorageError, objects_below
+from foundation.storage import StorageError, objects_below
 from pipeline.cluster.status.run import read_status
 from pipeline.cluster.status.text import lines_of
 from pipeline.run.uploads import uploader as module

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from headrace.base.link_errors import is_link_error
+from foundation.link_errors import is_link_error
 
 VALUES = 1 << 20
 STORE_RANK = 1

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headrace.base.cli import guarded, leave
-from headrace.base.errors import TrainingError
-from headrace.base.processes import STOPPED, TRACED, state_of
+from foundation.cli import guarded, leave
+from foundation.errors import TrainingError
+from foundation.processes import STOPPED, TRACED, state_of
 from pipeline.config.sections.run import LaunchSection, WatchdogSection
 from pipeline.runtime.faults.monitor import Monitor
 from pipeline.runtime.faults.watchdog import Watchdog, run_watchdog

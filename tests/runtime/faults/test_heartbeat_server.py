@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import EXIT_LOST
+from foundation.errors import EXIT_LOST
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 from pipeline.runtime.faults.heartbeat_connection import connect, start_heartbeat_server

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from headrace.base.cli import guarded
-from headrace.base.errors import EXIT_LOST, ConfigError, LostError
-from headrace.base.link_errors import is_link_error
+from foundation.cli import guarded
+from foundation.errors import EXIT_LOST, ConfigError, LostError
+from foundation.link_errors import is_link_error
 from pipeline.runtime.launch.group import free_port
 from tests.conftest import ROOT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import EXIT_LOST
+from foundation.errors import EXIT_LOST
 from pipeline.runtime.faults.report import read_faults
 from pipeline.runtime.launch.group import free_port
 from tests.conftest import ROOT, launch, losses, tiny_config, write_config

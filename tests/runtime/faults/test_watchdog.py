@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST
 from pipeline.runtime.faults.watchdog import Watchdog
 from tests import warm
 from tests.runtime.faults.ranks import RANKS

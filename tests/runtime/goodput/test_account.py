@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.errors import DataError
+from foundation.errors import DataError
 from pipeline.runtime.faults.report import append_fault_once
 from pipeline.runtime.goodput.account import Goodput, read_goodput
 from pipeline.runtime.goodput.measured import inputs_of, kept_share, read_measured

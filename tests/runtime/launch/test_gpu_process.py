@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from headrace.base.errors import ConfigError
-from headrace.base.gpu_drivers import refuse_unusable_gpu
+from foundation.errors import ConfigError
+from foundation.gpu_drivers import refuse_unusable_gpu
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect, group
@@ -216,7 +216,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 torch.version.cuda = "13.0"  # a stand-in for the CUDA wheel
-from headrace.base.cli import guarded, leave
+from foundation.cli import guarded, leave
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.build import pick_device
 from pipeline.runtime.launch import detect

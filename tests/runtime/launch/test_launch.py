@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.runtime.launch import Launch, detect
 from pipeline.runtime.launch.group import backend_for
 from pipeline.runtime.launch.pod import PodPlace, place_of_pod

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import EXIT_FOLLOWED, EXIT_LOST
+from foundation.errors import EXIT_FOLLOWED, EXIT_LOST
 from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.support import alive, output_of, refusal_of, wait_until
 
@@ -105,8 +105,8 @@ def test_nproc_under_another_launcher_is_refused(work: Path) -> None:
 RANK = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from headrace.base.cli import guarded, leave
-from headrace.base.errors import EXIT_FOLLOWED, LostError, TrainingError
+from foundation.cli import guarded, leave
+from foundation.errors import EXIT_FOLLOWED, LostError, TrainingError
 rank, mode = int(os.environ["RANK"]), sys.argv[1]
 print("rank", rank, "prints", flush=True)
 if mode == "usr1":

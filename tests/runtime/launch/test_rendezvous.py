@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.runtime.launch import Launch
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.launch.rank_devices import RankDevice

@@ -10,8 +10,8 @@ from tests import warm
 CODE = """
 import os, sys, time
 import torch.distributed
-from headrace.base.cli import guarded
-from headrace.base.errors import ConfigError
+from foundation.cli import guarded
+from foundation.errors import ConfigError
 from pipeline.runtime.launch import detect, wait_for_rank_zero
 from pipeline.runtime.launch.group import process_group
 launch = detect()

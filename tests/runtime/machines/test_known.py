@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.runtime.machines import known
 from pipeline.runtime.machines.known import known_machines, load_machine, machine_of_device
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.section import parse
+from foundation.section import parse
 from pipeline.config.sections.deepspeed import WandbSection
 from pipeline.runtime.metrics.journal import Journal, read_rows
 from pipeline.runtime.metrics.mfu import mfu, peak_flops

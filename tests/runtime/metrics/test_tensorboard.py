@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from headrace.base.errors import ConfigError
-from headrace.base.section import parse
+from foundation.errors import ConfigError
+from foundation.section import parse
 from pipeline.config.sections.deepspeed import TensorBoardSection
 from pipeline.runtime.metrics import tensorboard_sink
 from pipeline.runtime.metrics.journal import read_rows

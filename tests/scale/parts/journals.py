@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from headrace.base.directory import write_manifest
+from foundation.directory import write_manifest
 from pipeline.cluster.status.run import read_status
 from pipeline.config.sections.deepspeed import TensorBoardSection
 from pipeline.evaluation.report.command import add_arguments

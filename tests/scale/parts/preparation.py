@@ -18,8 +18,8 @@ from data_prep.job.directory import Job
 from data_prep.job.planning import ignore_progress
 from data_prep.job.share import _others_finished
 from data_prep.sources.units import Unit
-from headrace.base.errors import DataError
-from headrace.base.section import parse
+from foundation.errors import DataError
+from foundation.section import parse
 from tests.scale.measuring import Figures, measured
 from tests.scale.part import Part
 

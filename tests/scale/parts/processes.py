@@ -14,7 +14,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from headrace.base.listening import listening_socket
+from foundation.listening import listening_socket
 from pipeline.cluster.elastic.agent import Agent
 from pipeline.cluster.elastic.files import NodeState, RanksPlan, StateFiles
 from pipeline.cluster.elastic.leader import Terms

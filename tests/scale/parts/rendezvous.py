@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from headrace.base.processes import raise_file_limit
+from foundation.processes import raise_file_limit
 from pipeline.config.topology import Topology
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.run.preflight import preflight

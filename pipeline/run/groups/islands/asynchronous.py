@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.holder import OuterShard
 from pipeline.run.groups.islands.holder_server import pack_shard, unpack_shard

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.sections.groups import IslandsSection, QuorumSection
 from pipeline.engines.base import Engine
 from pipeline.run.groups.islands.asynchronous import AsynchronousIsland

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headrace.base.cli import add_config_arguments
-from headrace.base.errors import EXIT_USAGE, ConfigError
+from foundation.cli import add_config_arguments
+from foundation.errors import EXIT_USAGE, ConfigError
 from pipeline.config.load import read_config
 from pipeline.config.rules.groups import check_islands, is_loopback, refuse_remote_groups
 from pipeline.config.sections.groups import IslandsSection, QuorumSection

@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.run.groups.islands.holder import Holder, OuterShard
 from pipeline.run.groups.islands.peers import ExchangeError
 from pipeline.run.groups.islands.quantize import BLOCK, dequantize

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
-from headrace.base.errors import ConfigError, TrainingError
+from foundation.errors import ConfigError, TrainingError
 from pipeline.run.groups.islands.background import Background
 from pipeline.run.groups.islands.context import IslandContext, Loader
 from pipeline.run.groups.islands.exchange import Exchange, Exchanged, Snapshot

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from headrace.base.errors import ConfigError, TrainingError
+from foundation.errors import ConfigError, TrainingError
 from pipeline.run.groups.islands.ledger import PlainReport
 
 HEARTBEAT_S = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.base.directory import Details
+from foundation.directory import Details
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.data.micro_batch import StepBatch

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from headrace.base.errors import HeadraceError
+from foundation.errors import HeadraceError
 
 CHUNK_BYTES = 32 << 20
 """Most bytes of one message of a state: the time-out is for each message."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from headrace.base.errors import ConfigError, LostError
+from foundation.errors import ConfigError, LostError
 from pipeline.config.shares import largest_remainder
 from pipeline.run.groups.islands.ledger import PlainReport, process_group
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.directory import Details
+from foundation.directory import Details
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.loader import StepLoader

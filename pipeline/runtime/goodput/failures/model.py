@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 
 HOUR, DAY = 3600.0, 86400.0
 LLAMA_NODE_MTBF_S = 54 * DAY * (16384 / 8) / 419

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.groups import IslandsSection
 from pipeline.engines.base import Engine

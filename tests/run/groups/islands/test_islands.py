@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import EXIT_REQUEUE
+from foundation.errors import EXIT_REQUEUE
 from pipeline.runtime.metrics.journal import read_rows
 from tests import groups
 from tests.conftest import launch, losses

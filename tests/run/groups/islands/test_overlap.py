@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.base.errors import TrainingError
+from foundation.errors import TrainingError
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.schedule import Schedule

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.rules.groups import check_islands
 from pipeline.config.sections.run import Config

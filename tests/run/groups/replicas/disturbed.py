@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from headrace.base.cli import guarded, leave
+from foundation.cli import guarded, leave
 from pipeline import train
 from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.run.groups.replicas.replica import ReplicaOfRun

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.base.errors import ConfigError, LostError
+from foundation.errors import ConfigError, LostError
 from pipeline.data.skips import Skip, Skips
 from pipeline.run.groups.islands.lighthouse import Quorum
 from pipeline.run.groups.islands.peers import ExchangeError

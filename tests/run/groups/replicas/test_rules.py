@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config

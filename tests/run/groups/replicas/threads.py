@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.base.errors import HeadraceError
+from foundation.errors import HeadraceError
 from pipeline.config.sections.groups import ReplicasSection
 from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import NO_SKIPS, Skips

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.base.directory import read_manifest, verify
-from headrace.base.errors import HeadraceError
+from foundation.directory import read_manifest, verify
+from foundation.errors import HeadraceError
 
 
 def finished(run_dir: Path) -> dict[int, Path]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from foundation.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from pipeline.runtime.faults.report import read_faults
 from tests.runtime.faults.campaign.injections import FaultKind, Injection
 from tests.runtime.faults.campaign.layouts import EVALUATE_EVERY, SAVE_EVERY, STEPS

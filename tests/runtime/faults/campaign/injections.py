@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.base.errors import EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
+from foundation.errors import EXIT_INTERRUPTED, EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from tests.runtime.faults.campaign.checkpoints import finished
 from tests.runtime.faults.campaign.layouts import RENDEZVOUS_S, SILENT_S, STEPS
 from tests.runtime.faults.campaign.start import POLL_S, Start

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from rich.table import Table
 
-from headrace.base.directory import code_version
+from foundation.directory import code_version
 from tests.runtime.faults.campaign.layouts import EVALUATE_EVERY, KEEP, SAVE_EVERY, SILENT_S, STEPS
 from tests.runtime.faults.campaign.run_under_test import Outcome
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.base.errors import EXIT_USAGE
+from foundation.errors import EXIT_USAGE
 from pipeline.runtime.faults.report import read_faults
 from tests.runtime.faults.campaign import checks
 from tests.runtime.faults.campaign.checkpoints import Damage, leftovers

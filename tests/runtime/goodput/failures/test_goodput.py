@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from foundation.errors import ConfigError
 from pipeline.runtime.goodput.failures.model import (
     DAY,
     HOUR,

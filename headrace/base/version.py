@@ -1,3 +1,0 @@
-"""The version, which every manifest records."""
-
-__version__ = "0.5.0"
