@@ -86,6 +86,7 @@ def test_a_group_that_spans_nodes_has_the_adapters_of_its_ranks_in_a_node() -> N
     assert [each.exposed for each in (tensor, data, both, stage)] == [True, False, False, False]
 
 
+@pytest.mark.integration
 def test_the_page_of_experts_shows_what_the_planner_says() -> None:
     text = expert_page.PAGE.read_text()
     assert text == expert_page.page(text), "run: python -m tests.plan.fake_gpu.expert_page"
