@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,8 +164,10 @@ def test_the_node_with_a_slow_network_or_another_clock_is_named(tmp_path: Path, 
         if slowed == "cut":
             machines[2].ip("link set eth0 down")
         processes = []
+        config = {"extends": str(ROOT / "ds_configs/zero3.json"), "launch": {"node_checks": {"timeout": 120.0}}}
+        (tmp_path / "c.json").write_text(json.dumps(config))
         for machine in machines:
-            command = checks(machine.name, tmp_path / "d", nodes)
+            command = checks(machine.name, tmp_path / "d", nodes, "--config", str(tmp_path / "c.json"))
             if slowed == "none" and machine.name == "n2":
                 command = [sys.executable, "-c", SHIFTED, *command[3:]]
             processes.append(
@@ -175,13 +178,13 @@ def test_the_node_with_a_slow_network_or_another_clock_is_named(tmp_path: Path, 
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
             )
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     expected = {
         "rate": "bad node n3: its fastest link of 3 has ",
-        "cut": "bad node n3: no other node can exchange data with it (",
-        "none": "bad node n2: its clock is 40.0 s behind the others'",
+        "cut": r"bad node n3: .*no other node can exchange data with it \(",  # beside other faults on busy cores
+        "none": "bad node n2: .*its clock is 40.0 s behind the others'",
     }[slowed]
-    assert expected in outputs[0], outputs
+    assert re.search(expected, outputs[0]), outputs
     assert outputs[0].count("bad node") == 1, outputs
     assert {process.returncode for process in processes} == {BAD_NODES}
     if slowed == "rate":
