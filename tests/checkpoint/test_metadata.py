@@ -1,9 +1,10 @@
-"""Shards must cover every element of a tensor exactly once; otherwise the tensor is reported."""
+"""Shards must cover every element of a tensor exactly once, or it is reported; beyond 2^31 and near 2^63 too."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import CheckpointError
-from pipeline.checkpoint.format.coverage import coverage_error, unevenly_covered
-from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.format.shard_table import ShardTable, StoredTensor, padded
-from pipeline.checkpoint.format.shards import split_flat_range
+from pipeline.checkpoint.format.coverage import coverage_error, coverage_errors, unevenly_covered
+from pipeline.checkpoint.format.metadata import decode_metadata, encode_metadata, read_metadata, storage_errors
+from pipeline.checkpoint.format.shard_table import (
+    CheckpointMetadata,
+    ShardTable,
+    StoredTensor,
+    decode_rows,
+    decode_tensors,
+    encode_table,
+    padded,
+)
+from pipeline.checkpoint.format.shards import NamedShard, split_flat_range
 from pipeline.models.construction.rectangle import Rectangle
 
 
@@ -87,3 +96,48 @@ def test_metadata_of_earlier_versions_executes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no readable metadata: it names os.mkdir, which opening it would"):
         read_metadata(tmp_path)
     assert not (tmp_path / "made").exists()
+
+
+def table_of_rows(*cuts: int) -> ShardTable:
+    """A tensor of four columns, in shards between rows."""
+    return table((cuts[-1], 4), [Rectangle((first, 0), (end - first, 4)) for first, end in pairwise(cuts)])
+
+
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31, 2**33, 2**57])
+def test_a_table_of_large_shards_is_sent_and_read_as_it_is(rows: int) -> None:
+    shards = table_of_rows(0, 3, rows, rows + 5)
+    encoded = encode_table(shards)
+    found = decode_rows(decode_tensors(encoded.tensors), encoded.rows)
+    assert found.tensors == shards.tensors
+    assert found.row_bytes.tolist() == [48, 16 * (rows - 3), 80]
+    assert not list(coverage_errors(found))
+    assert list(coverage_errors(table_of_rows(0, 3, rows))) == []
+
+
+def test_a_gap_of_one_row_behind_2_33_is_found() -> None:
+    whole = table_of_rows(0, 2**33, 2**33 + 9)
+    later = np.array([[0, 0], [1, 0]])
+    gap = ShardTable(whole.tensors, whole.tensor_of_row, whole.offsets + later, whole.sizes - later)
+    assert list(coverage_errors(gap))
+
+
+@pytest.mark.parametrize("large", [2**31, 2**32 + 1, 2**53 + 1, 2**62 + 1])
+def test_positions_in_files_are_kept_exactly(large: int) -> None:
+    """The second shard is far behind in its file, the third at the beginning of the next: differences of both signs."""
+    shards = table_of_rows(0, 1, 2, 3)
+    position = np.array([7, large, 3], dtype=np.int64)
+    written = CheckpointMetadata(shards, ("a", "b"), np.array([0, 0, 1]), position, np.array([16, 16, 16]))
+    found = decode_metadata(encode_metadata(written))
+    assert found.position.tolist() == position.tolist()
+    assert found.length.tolist() == [16, 16, 16]
+    assert not list(storage_errors(found, {"a": large + 16, "b": 19}))
+    assert len(list(storage_errors(found, {"a": large + 15, "b": 19}))) == 1
+
+
+def test_a_flat_range_behind_2_31_elements_has_its_place() -> None:
+    rows, columns = 2**20, 2**13  # 2^33 elements
+    values = torch.empty(2 * columns, device="meta")
+    shard = NamedShard(
+        (rows, columns), start=(rows - 2) * columns, values=values, box=Rectangle((0, 0), (rows, columns))
+    )
+    assert list(shard.parts) == [(rows - 2, 0)]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 from transformers import AutoConfig
 
 from foundation.errors import CheckpointError, DataError
 from pipeline.checkpoint.format.metadata import TORCH_METADATA
-from pipeline.checkpoint.importing.dcp import DcpFolder, read_dcp
+from pipeline.checkpoint.importing.dcp import DcpFolder, _metadata, read_dcp
 from pipeline.checkpoint.importing.find import check_known
 from pipeline.checkpoint.importing.hyperparameters import compare_params, compare_rates
 from pipeline.checkpoint.importing.match import matched_state
@@ -24,6 +26,7 @@ from pipeline.checkpoint.importing.megatron import read_megatron
 from pipeline.checkpoint.importing.numbered import states_of
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
 from pipeline.checkpoint.importing.trainer_folder import read_trainer
+from pipeline.checkpoint.importing.unpickle import open_saved
 from pipeline.checkpoint.importing.zero import newest_tag, with_adam_mode
 from pipeline.config.sections.optimizers import ADAMW, OptimizerParams
 from pipeline.models.construction.meta import build_meta
@@ -319,3 +322,42 @@ def test_a_file_in_the_place_of_its_folder_is_told_from_it(tmp_path: Path) -> No
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=f"is a file\n  try: its folder, {tmp_path}, if that is a checkpoint"):
         check_known(tmp_path / "notes.txt")
+
+
+class Attribute:
+    """Is pickled as an attribute of an object."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self._owner, self._name)
+
+
+def test_a_stage_of_deepspeed_is_read_in_both_ways(tmp_path: Path) -> None:
+    path = tmp_path / "optim_states.pt"
+    for stage in (ZeroStageEnum.gradients, Attribute(ZeroStageEnum, "gradients")):
+        torch.save({"zero_stage": stage}, path)
+        assert int(open_saved(path)["zero_stage"]) == 2
+
+
+def test_no_other_attribute_is_read_of_a_file_of_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "optim_states.pt"
+    for name in ("__subclasses__", "mro", "no_member"):
+        torch.save({"zero_stage": Attribute(ZeroStageEnum, name)}, path)
+        with pytest.raises(CheckpointError, match=r"is damaged, or no file of torch\.save"):
+            open_saved(path)
+
+
+def test_metadata_of_torch_is_read_in_both_ways_and_no_other_attribute(tmp_path: Path) -> None:
+    path = tmp_path / TORCH_METADATA
+    for format_ in (
+        _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+        Attribute(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT"),
+    ):
+        path.write_bytes(pickle.dumps(format_))
+        assert isinstance(_metadata(tmp_path), _MEM_FORMAT_ENCODING)
+    for owner, name in ((_MEM_FORMAT_ENCODING, "mro"), (TensorProperties, "create_from_tensor")):
+        path.write_bytes(pickle.dumps(Attribute(owner, name)))
+        with pytest.raises(CheckpointError, match=f"attribute '{name}' of .*, which is no member of an enum"):
+            _metadata(tmp_path)
