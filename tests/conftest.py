@@ -174,7 +174,7 @@ _LONGEST_FIRST = (
     "k8s/test_pods.py",
     "cluster/test_node_loss.py",
     "distillation/test_on_policy_layouts.py",
-    "pruning/test_acceptance.py",
+    "pruning/test_prune.py",
     "proof/test_prove.py",
     "run/test_kill_resume.py",
     "engines/test_optimizers.py",

@@ -27,9 +27,8 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.rounding import e4m3, integers
 from pipeline.run.distillation.teacher import teacher_run
 from tests import warm
-from tests.compress.quantization.outliers import make_outliers
 from tests.compress.quantization.test_quantize import packed_here
-from tests.compress.quantization.test_smoothing import heldout_loss
+from tests.compress.quantization.test_smoothing import heldout_loss, make_outliers
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.engines.layout_worker import LENGTH, VOCABULARY, resolved
 from tests.evaluation.heldout.small import SEQUENCE

@@ -1,4 +1,4 @@
-"""`headrace compress run`: every step is done once, and what cannot work is refused before the first."""
+"""`headrace compress run`: every step is done once, what cannot work is refused first, and a killed recipe goes on."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foundation.configfile import merge
-from foundation.directory import read_manifest
+from foundation.directory import read_manifest, staging_path
 from foundation.errors import ConfigError, DataError
 from foundation.section import parse
 from pipeline.compress.recipe.check import check_recipe, check_steps, different
 from pipeline.compress.recipe.config import RecipeConfig
 from pipeline.compress.recipe.steps import plan_steps
+from pipeline.models.folder.model_folder import ModelFolder
 from tests.conftest import tiny_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, make_model, make_tokens
 from tests.support import wait_until
@@ -26,18 +28,21 @@ from tests.warm_python import python
 STEPS = 60
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_work(folder: Path, *, steps: int, lr: float = 3e-3, **fields: Any) -> Path:
     """A directory with tokens, a model of two layers, and the training config of a student."""
-    folder = tmp_path_factory.mktemp("recipe")
     tokens = make_tokens(folder / "tokens")
     make_model(folder / "model", tokens, tied=False)
-    student = tiny_config(tokens, folder / "unused", engine="torch")
-    student["model"] = {"config": "auto", "path": "set by the recipe"}
-    student["run"] |= {"steps": STEPS, "checkpoint_every": 10}
-    student["optimizer"]["params"]["lr"] = 1e-3
+    fields["model"] = {"config": "auto", "path": "set by the recipe"}
+    student = tiny_config(tokens, folder / "unused", engine="torch", **fields)
+    student["run"] |= {"steps": steps, "checkpoint_every": 10}
+    student["optimizer"]["params"]["lr"] = lr
     write_config(folder / "student.json", student)
     return folder
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_work(tmp_path_factory.mktemp("recipe"), steps=STEPS, lr=1e-3)
 
 
 def recipe(work: Path, output: str, **fields: Any) -> dict[str, Any]:
@@ -181,7 +186,7 @@ def times(work: Path) -> dict[str, int]:
     return {name: (work / "whole" / name / "manifest.json").stat().st_mtime_ns for name in names}
 
 
-@pytest.mark.sweep  # in CI: tests/compress/recipe/test_rounds.py
+@pytest.mark.sweep  # in CI: the two rounds below
 def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_with_all_results(work: Path) -> None:
     path = write_config(work / "recipe.json", recipe(work, "whole"))
     process = started(path)
@@ -218,3 +223,70 @@ def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_wit
     assert f"it was made from another {work / 'model'}" in output
     assert f"remove {work / 'whole/distilled'} and {work / 'whole/runs/distillation'}" in output
     assert times(work) == before
+
+
+MADE = ("pruned-1", "distilled-1", "pruned-2", "distilled-2")
+ROUNDS = [
+    {"target": {"shape": {"num_hidden_layers": 1}}, "calibration": {"samples": 8}},
+    {"target": {"shape": {"intermediate_size": 32}}, "calibration": {"samples": 8}},
+]
+
+
+def write_recipe(work: Path, output: str) -> Path:
+    fields: dict[str, Any] = {
+        "model": str(work / "model"),
+        "output": str(work / output),
+        "data": {"path": str(work / "tokens"), "sequence_length": SEQUENCE},
+        "prune": [{**each, "consumers": []} for each in ROUNDS],
+        "distill": {"config": str(work / "student.json")},
+    }
+    return write_config(work / f"{output}.json", fields)
+
+
+def kill_when(path: Path, reached: Callable[[], bool]) -> None:
+    process = started(path)
+    wait_until(reached, process=process, said=lambda: process.communicate()[0])
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def written(output: Path) -> dict[str, int]:
+    """Name -> when its manifest was written, of the models that are whole."""
+    return {name: (output / name / "manifest.json").stat().st_mtime_ns for name in MADE if (output / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def rounds_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_work(tmp_path_factory.mktemp("rounds"), steps=40, zero_optimization={"stage": 0})
+
+
+@pytest.mark.integration
+def test_two_rounds_killed_between_and_within_go_on_where_they_were_and_make_nothing_twice(rounds_work: Path) -> None:
+    """All processes are killed while the second pruning writes, and while the second distillation trains."""
+    path, output = write_recipe(rounds_work, "killed"), rounds_work / "killed"
+    kill_when(path, lambda: staging_path(output / "pruned-2").exists() or (output / "pruned-2").exists())
+    before = written(output)
+    assert {"pruned-1", "distilled-1"} <= before.keys()
+    steps = output / "runs/distillation-2/checkpoints"
+    kill_when(path, lambda: steps.is_dir() and any(steps.glob("step-*")))
+    assert before.items() <= written(output).items()  # nothing was made again
+    assert not (output / "distilled-2").exists()
+    code, text = run(path)
+    assert code == 0, text
+    assert text.count("done before") == 4, text  # pruned-1, distillation-1, distilled-1, pruned-2
+    assert before.items() <= written(output).items()
+    _check_lineage(rounds_work, output)
+
+
+def _check_lineage(work: Path, output: Path) -> None:
+    """Each step is made of the one before, and every teacher is the original."""
+    sizes = [ModelFolder.open(output / name).parameters for name in MADE]
+    assert sizes[0] == sizes[1] > sizes[2] == sizes[3]
+    first, second = (read_manifest(output / name, kind="model") for name in ("pruned-1", "pruned-2"))
+    assert first.parents["model"]["path"] == str(work / "model")
+    assert second.parents["model"]["fingerprint"] == read_manifest(output / "distilled-1", kind="model").fingerprint
+    for number in (1, 2):
+        config = json.loads((output / f"configs/distillation-{number}.json").read_text())
+        assert config["distill"]["teacher"] == str(work / "model")
+    lineage = json.dumps(read_manifest(output / "distilled-2", kind="model").details)
+    assert lineage.count("pruning") >= 2
