@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from foundation.configfile import set_value
 from foundation.errors import ConfigError, HeadraceError
 from foundation.json_schema import keys_of, schema_of
+from foundation.section import Section
 from pipeline.config.batch import split_padded_batch
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
 from pipeline.config.deepspeed.keys import REFUSED, REFUSED_BF16, REFUSED_FP16, REFUSED_ZERO
@@ -173,3 +174,31 @@ def test_texts_that_are_no_config_end_in_our_error(text: str, suffix: str, tmp_p
 
 def test_a_padded_batch_of_any_size_is_split_at_once() -> None:
     assert split_padded_batch(2**62, 2**62, dp=3)[1] >= 1
+
+
+def sections_in(annotation: Any) -> Iterator[type[Section]]:
+    """The section classes within a field's type: itself, of an optional value, or of a list's items."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from sections_in(argument)
+
+
+def described_keys(section: type[Section], at: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, description) of every key; that of a section is its docstring, unless the field has one."""
+    for name, field in section.model_fields.items():
+        inner = list(sections_in(field.annotation))
+        yield at + name, field.description or (inner[0].__doc__ if inner else None) or ""
+        for each in inner:
+            yield from described_keys(each, f"{at}{name}.")
+
+
+KEYS = dict(described_keys(Config))
+
+
+def test_the_keys_of_nested_sections_are_among_those_checked() -> None:
+    assert {"bf16.enabled", "zero_optimization.offload_param.buffer_size", "data.sources.max_epochs"} < KEYS.keys()
+
+
+def test_every_key_has_a_description_of_several_words_in_one_paragraph() -> None:
+    assert {key: text for key, text in KEYS.items() if len(text.split()) < 4 or "\n\n" in text} == {}
