@@ -16,6 +16,7 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from data_prep.chat.encoder import template_tokens
 from data_prep.config.corpus import TokenizerSection
@@ -25,7 +26,7 @@ from data_prep.tokenizer import existing, fingerprint, sentencepiece_model
 from data_prep.tokenizer.adversarial_texts import ADVERSARIAL_TEXTS
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
 from data_prep.tokenizer.load import check_usable, describe, load, read_config
-from data_prep.tokenizer.train import train
+from data_prep.tokenizer.train import train, write_folder
 from foundation.errors import ConfigError, DataError
 from tests import warm
 from tests.data_prep.conftest import cli, write_config
@@ -300,3 +301,22 @@ def test_a_job_with_the_tokenizer_of_another_job_gives_the_same_shards(finished:
     parents = json.loads((finished / "again" / "manifest.json").read_text())["parents"]
     assert set(parents) == {"texts", "lines", "rows", "tokenizer"}
     assert "exists already" in cli("--config", name).stdout
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[]", b'{"model": {}}'])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_folder_is_an_error_with_its_file(name: str, content: bytes | None, tmp_path: Path) -> None:
+    """As of a Megatron-LM dataset, whose tokenizer is described when training starts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_tokens(["a", "b"])
+    write_folder(tokenizer, tmp_path, eos_token="a")
+    assert describe(tmp_path, kind="given")["eos_id"] == 0
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    if name == "tokenizer_config.json" and content in (None, b'{"model": {}}'):  # a folder without special tokens
+        assert describe(tmp_path, kind="given")["eos_id"] is None
+        return
+    with pytest.raises(DataError, match=f"{name} is (damaged|missing)"):
+        describe(tmp_path, kind="given")
