@@ -1,16 +1,50 @@
-"""The documentation site: built strictly, no dead link, and a heading for every term that a reader would search for."""
+"""The site: built strictly, no dead link, headings that readers search for; a browser finds the right page."""
 
 from __future__ import annotations
 
+import functools
+import http.server
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.docs.build import build_site
+
+ZENSICAL = Path(sys.executable).with_name("zensical")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: a dead link or any other warning is an error."""
+    if not ZENSICAL.exists():
+        pytest.skip("zensical is not installed beside this Python")
+    work = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", work / "docs")
+    for name in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, work / name)
+    done = subprocess.run(
+        [ZENSICAL, "build", "--strict"],
+        cwd=work,
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower(), done.stdout + done.stderr
+    return work / "out" / "site"
+
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -36,12 +70,6 @@ def headings() -> str:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         found += re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return "\n".join(found).lower()
-
-
-@pytest.fixture(scope="module")
-def site() -> Path:
-    """The built site."""
-    return build_site()
 
 
 def test_the_site_builds_strictly_and_has_every_page(site: Path) -> None:
@@ -92,3 +120,114 @@ def test_every_term_of_the_field_is_in_a_heading() -> None:
 def test_every_guide_says_what_can_go_wrong() -> None:
     guides = [page for page in PAGES if page.parent.name == "how-to"]
     assert [page.name for page in guides if "## What can go wrong" not in page.read_text()] == []
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+ANSWERS = {
+    "how-to/batch-size": ("gradient accumulation", "micro-batch", "global batch"),
+    "how-to/out-of-memory": ("out of memory", "activation checkpointing"),
+    "how-to/mixed-precision": ("mixed precision", "master weights", "loss scaling"),
+    "reference/layouts": (
+        *("tensor parallelism", "pipeline parallelism", "context parallelism"),
+        *("data parallelism", "hybrid sharding", "sequence parallelism"),
+        *("pipeline schedule", "virtual stages", "bubble"),
+    ),
+    "how-to/metrics": ("MFU", "tokens/s"),
+    "how-to/goodput": ("goodput",),
+    "how-to/stragglers-and-hangs": ("heartbeat", "liveness", "watchdog", "straggler"),
+    "how-to/loss-spikes": ("non-finite step", "loss spike", "rollback", "skip"),
+    "reference/launching": ("rendezvous", "pre-flight check", "process group"),
+    "how-to/data-mixture": ("data mixture", "mixing weights", "curriculum", "epoch"),
+    "how-to/packing": ("packing", "document mask"),
+    "how-to/chat-and-loss-mask": ("loss mask", "multi-turn chat"),
+    "how-to/deduplication": ("MinHash signatures", "LSH bands", "connected components", "near duplicates"),
+    "reference/checkpoints": ("checkpoint shards", "reshard", "state dict"),
+    "how-to/resume-on-other-gpus": ("resume", "resume on fewer GPUs"),
+    "how-to/evaluation-tasks": ("task", "bits per byte"),
+    "reference/evaluation": ("held-out loss", "validation loss", "perplexity"),
+    "reference/data-prep": ("executor", "worker", "retry", "speculative execution"),
+    "how-to/learning-rate": ("learning rate",),
+    "tutorials/two-nodes": ("two nodes",),
+    "how-to/mixture-of-experts": ("mixture of experts", "expert parallelism", "expert load", "correction bias"),
+    "how-to/export-and-serve": ("convert to GGUF",),
+    "tutorials/a-run-that-failed": ("my run died",),
+}
+"""Page -> what is typed to find it: the terms of the field, and questions."""
+QUESTIONS = {words: page for page, asked in ANSWERS.items() for words in asked}
+SETTLE_MS = 100
+WIDTHS = {"wide": 1280, "narrow": 390}
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it so
+        """Requests are not printed."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the built site is served."""
+    handler = functools.partial(_Quiet, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["one a page", "all"])
+def test_the_search_shows_the_right_page_first(address: str, browser: Any, every: bool) -> None:
+    page = browser.new_page(viewport={"width": WIDTHS["wide"], "height": 800})
+    page.goto(address)
+    page.wait_for_load_state("networkidle")
+    page.keyboard.press("/")
+    asked = {words: name for words, name in QUESTIONS.items() if every or words == ANSWERS[name][0]}
+    found = {words: _first_result(page, words).removeprefix(address).partition("?")[0].strip("/") for words in asked}
+    page.close()
+    assert found == asked
+
+
+def _first_result(page: Any, words: str) -> str:
+    """Types into the search and waits until its first result no longer changes; results come from a worker."""
+    results = page.locator("a[href*='?h=']")
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    page.wait_for_timeout(SETTLE_MS)
+    page.keyboard.type(words)
+    seen: list[str] = []
+    while len(seen) < 3 or len(set(seen[-3:])) > 1 or not seen[-1]:
+        assert len(seen) < 100, f"no result for {words!r}"
+        page.wait_for_timeout(SETTLE_MS)
+        seen.append(results.first.evaluate("link => link.href.split('?')[0]") if results.count() else "")
+    return seen[-1]
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.integration
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("page", ["", "tutorials/first-hour/", "config-reference/", "reference/layouts/"])
+def test_a_page_fits_the_screen_and_fetches_nothing_from_elsewhere(
+    address: str, browser: Any, page: str, width: int, tmp_path: Path
+) -> None:
+    view = browser.new_page(viewport={"width": width, "height": 800})
+    requested: list[str] = []
+    view.on("request", lambda request: requested.append(request.url))
+    view.goto(address + page)
+    view.wait_for_load_state("networkidle")
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
+    assert [url for url in requested if not url.startswith((address, "data:", "blob:"))] == []
+    assert view.locator("h1").count() == 1
+    view.screenshot(path=tmp_path / "page.png")
+    view.close()
