@@ -1,4 +1,4 @@
-"""Pipeline stages are balanced by cost, and run in sequence they equal the full model."""
+"""Pipeline stages: balanced by cost, in sequence equal to the full model, and a group for each neighbour of a rank."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import AutoConfig
 
 from foundation.errors import ConfigError
 from pipeline.config.rules.stage_devices import StageDevices
+from pipeline.config.topology import link_of
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.assemble import LocalModel, assemble
 from pipeline.engines.parallel.costs import describe_stages, forward_flops
+from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
 from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.rank_model import widths_of
-from pipeline.engines.parallel.stages import split_layers
+from pipeline.engines.parallel.stages import StageLayers, split_layers
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
+from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
 from tests.engines.parallel.layouts import T, Z, fill_weights, full_model_gradients, resolved
+from tests.engines.parallel.ranks import WORLD, Ranks
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of
 from tests.sweeps.families import tiny_fields
 
@@ -210,3 +216,41 @@ def test_an_architecture_without_a_pipeline_plan_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["gemma4_text", "dots3_note_text"])
 def test_a_model_whose_layers_have_several_sizes_has_no_one_width(kind: str) -> None:
     assert widths_of(AutoConfig.for_model(**tiny_fields(kind))) is None
+
+
+@pytest.mark.parametrize("pp", range(2, 10))
+def test_no_rank_has_two_links_of_one_number(pp: int) -> None:
+    links = {frozenset((rank, (rank + 1) % pp)) for rank in range(pp)}
+    for rank in range(pp):
+        numbers = [link_of(*link, pp=pp) for link in links if rank in link]
+        assert len(set(numbers)) == len(numbers)
+    assert len({link_of(*link, pp=pp) for link in links}) == (1 if pp == 2 else 2 + pp % 2)
+
+
+def groups_of_neighbours(rank: int, schedule: str, virtual: int) -> tuple[str, str, bool]:
+    """Names of the groups of messages from the rank before and to the next one; whether strided ones are sent so."""
+    run = resolved(world_size=WORLD, parallel={"pp": WORLD, "schedule": schedule})
+    mesh, count = Mesh(run.topology, device_type="cpu"), WORLD * virtual
+    assert (tied_weights_group(run) is None) == (rank in range(1, WORLD - 1))  # these two have one group less
+    of_rank = [StageLayers(rank + lap * WORLD, count, (0, 1), 1.0) for lap in range(virtual)]
+    modules = [StageModule(nn.Linear(1, 1), each) for each in of_rank]  # type: ignore[arg-type]
+    made = PipelineSchedule(run, modules, mesh, hidden_size=1, device=torch.device("cpu"))._schedule
+    stage = made._stage if virtual == 1 else made._stages[0]
+    strided = torch.arange(6.0).view(2, 3).T
+    following = dist.P2POp(dist.isend, strided, group=stage.group, group_peer=(rank + 1) % WORLD)
+    before = dist.P2POp(dist.irecv, torch.empty(6), group=stage.group, group_peer=(rank - 1) % WORLD)
+    stage._in_link_groups([before, following])
+    works = [each.op(each.tensor, group=each.group, group_src=each.group_peer) for each in (before,)]
+    dist.isend(following.tensor, group=following.group, group_dst=following.group_peer).wait()
+    works[0].wait()
+    same = torch.equal(before.tensor, strided.flatten())
+    return before.group.group_name, following.group.group_name, same
+
+
+def test_each_neighbour_of_a_rank_with_several_stages_has_its_own_group(ranks: Ranks) -> None:
+    found = ranks.run(groups_of_neighbours, "interleaved_1f1b", 2)
+    for rank, (before, following, same) in enumerate(found):
+        assert before != following
+        assert following == found[(rank + 1) % WORLD][0]
+        assert same
+    assert len({each[0] for each in ranks.run(groups_of_neighbours, "1f1b", 1)}) == 1

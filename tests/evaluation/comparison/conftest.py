@@ -1,4 +1,4 @@
-"""A dataset, a trained model, and the same as a GGUF file in 8 bits."""
+"""A trained model, and the same as a GGUF file in 8 bits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.gguf import libllama
 from pipeline.models.gguf.plan import plan_file
 from pipeline.models.gguf.write import write
-from tests.evaluation.heldout.small import make_model, make_tokens
-
-
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("data") / "tokens")
+from tests.evaluation.heldout.small import make_model
 
 
 @pytest.fixture(scope="session")
 def model(tokens: Path) -> Path:
-    return make_model(tokens.parent / "model", tokens, steps=20, heads=2)
+    return make_model(tokens.parent / "comparison/model", tokens, steps=20, heads=2)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A dataset, and a trained model whose heads every consumer takes."""
+"""A trained model whose heads every consumer takes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import pytest
 
 from pipeline.evaluation.consumers.consumer import VLLM_PYTHON
 from tests import warm_python
-from tests.evaluation.heldout.small import make_model, make_tokens
-
-
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("data") / "tokens")
+from tests.evaluation.heldout.small import make_model
 
 
 @pytest.fixture(scope="session")
 def model(tokens: Path) -> Path:
     """Two heads of 32 features."""
-    return make_model(tokens.parent / "model", tokens, heads=2)
+    return make_model(tokens.parent / "consumers/model", tokens, heads=2)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -14,21 +15,23 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
 from foundation.directory import MANIFEST, Manifest, read_manifest, write_manifest
 from foundation.errors import ConfigError, DataError
-from pipeline.compress.quantization.config import SCHEMES
+from pipeline.compress.quantization.config import SCHEMES, SchemeName
 from pipeline.data.dataset import TokenDataset
 from pipeline.evaluation.consumers import process, remedies
 from pipeline.evaluation.consumers.bounds import BOUNDS, Bound, bound_of, bound_within, broken_bounds
 from pipeline.evaluation.consumers.command_compress import bound_of_folder
-from pipeline.evaluation.consumers.compare import ScoreComparison
+from pipeline.evaluation.consumers.compare import ScoreComparison, compare
 from pipeline.evaluation.consumers.consumer import CONSUMERS, VLLM_PYTHON, plan_consumers
 from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescription, describe
 from pipeline.evaluation.consumers.gate import GateSample, run_gate
 from pipeline.evaluation.consumers.request import ScoreRequest
 from pipeline.evaluation.consumers.texts import AWKWARD
 from pipeline.models.gguf import libllama
+from pipeline.models.gguf.types import FILE_TYPES
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, write_config
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, VOCAB, make_tokenizer
@@ -311,3 +314,55 @@ def test_every_remedy_of_a_refused_quantization_is_taken(model: Path, tokens: Pa
         folder = tmp_path / str(number)
         folder.mkdir()
         output_of(warm.run(ENTRY, "--config", write_config(folder, model, tokens, **bounded | way)))
+
+
+N, T, V = 3, 9, 700
+
+
+def log_probabilities(seed: int, *, n: int = N, t: int = T) -> torch.Tensor:
+    return torch.randn(n, t - 1, V, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+
+
+@pytest.mark.parametrize("n", [N, 40])  # 24 positions, and 320, which are more than one block of rows
+def test_the_comparison_is_that_of_torch(n: int) -> None:
+    first, second = log_probabilities(0, n=n), log_probabilities(1, n=n)
+    windows = torch.randint(0, V, (n, T), generator=torch.Generator().manual_seed(2))
+    found = compare(first.numpy(), second.numpy(), windows.numpy())
+    kl = F.kl_div(second.double(), first.double(), log_target=True, reduction="none").sum(-1)
+    targets = windows[:, 1:].flatten()
+    loss = F.nll_loss(second.flatten(0, 1).double(), targets)
+    own = F.nll_loss(first.flatten(0, 1).double(), targets)
+    assert found.mean_kl == pytest.approx(float(kl.mean()), rel=1e-6)
+    assert found.max_kl == pytest.approx(float(kl.max()), rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-6)
+    assert found.original_perplexity == pytest.approx(math.exp(own), rel=1e-6)
+    assert found.top1_agreement == int((first.argmax(-1) == second.argmax(-1)).sum()) / targets.numel()
+    assert found.positions == n * (T - 1)
+
+
+def test_a_model_is_no_distance_from_itself() -> None:
+    same = log_probabilities(0).numpy()
+    found = compare(same, same, np.zeros((N, T), dtype=np.int64))
+    assert (found.mean_kl, found.max_kl, found.top1_agreement) == (0.0, 0.0, 1.0)
+
+
+def compared(mean_kl: float, perplexity: float) -> ScoreComparison:
+    return ScoreComparison(mean_kl, mean_kl, 1.0, perplexity, 10.0, 100)
+
+
+def test_what_is_outside_a_bound_is_said_with_both_numbers() -> None:
+    bound = Bound(0.1, 1.1)
+    assert broken_bounds(compared(0.05, 10.5), bound) == []
+    assert broken_bounds(compared(0.2, 10.5), bound) == ["mean KL to the original is 0.2 nats, and 0.1 is allowed"]
+    [line] = broken_bounds(compared(0.05, 12.0), bound)
+    assert "perplexity went from 10 to 12" in line
+    assert len(broken_bounds(compared(math.nan, math.inf), bound)) == 2
+
+
+def test_every_scheme_has_a_bound_and_more_bits_have_a_smaller_one() -> None:
+    schemes = SchemeName.__args__  # type: ignore[attr-defined]
+    assert set(schemes) == set(SCHEMES) | set(FILE_TYPES)
+    assert set(schemes) <= set(BOUNDS)
+    falling = ["Q2_K", "Q4_K_M", "Q5_K_M", "Q8_0", "BF16", "F32"]
+    kls = [bound_of(name).mean_kl for name in falling]
+    assert kls == sorted(kls, reverse=True)

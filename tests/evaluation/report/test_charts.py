@@ -17,7 +17,7 @@ from pipeline.evaluation.report.runs import read_run
 from pipeline.evaluation.report.series import POINTS, settled, smooth, smoothing_window, thin
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE, every_third, make_masked
-from tests.evaluation.report.made import TOKENS_PER_STEP, make_run
+from tests.evaluation.report.conftest import TOKENS_PER_STEP, make_run
 from tests.support import output_of
 
 

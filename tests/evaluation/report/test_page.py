@@ -26,7 +26,7 @@ from pipeline.runtime.metrics.attempts_journal import append_event
 from pipeline.runtime.metrics.times import iso_time
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE
-from tests.evaluation.report.made import make_run
+from tests.evaluation.report.conftest import make_run
 from tests.html_pages import HOSTILE, assert_inert
 from tests.support import output_of
 

@@ -16,7 +16,7 @@ from pipeline.evaluation.report import command
 from pipeline.evaluation.report.inputs import check
 from tests import warm
 from tests.evaluation.heldout.small import SEQUENCE
-from tests.evaluation.report.made import make_run
+from tests.evaluation.report.conftest import make_run
 from tests.support import refusal_of
 
 Check = Callable[..., object]
