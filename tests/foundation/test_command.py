@@ -1,14 +1,35 @@
-"""Ctrl-C waits for what must be finished, once; a second one does not wait."""
+"""A command's process: quick imports, Ctrl-C that waits for what must be finished, errors of storage."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
+from safetensors import SafetensorError
 
+from foundation.cli import guarded
 from foundation.interrupts import defer_interrupt
+from foundation.quick_imports import quick_imports
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_off_in_the_block_and_as_before_after_it(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ImportError), quick_imports():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.unfreeze()
+        (gc.enable if before else gc.disable)()
 
 
 def interrupt() -> None:
@@ -76,3 +97,38 @@ def test_a_program_that_handles_interrupts_itself_and_other_threads_are_let_be()
     thread.start()
     thread.join()
     assert ended == [signal.default_int_handler]
+
+
+def raiser(error: Exception) -> Callable[[], int]:
+    def main() -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out/file"),
+            "out/file: No space left on device\n  try: free space",
+        ),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            "No space left on device\n  try: free space",
+        ),
+        (
+            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "out"),
+            "out: Permission denied\n  try: check the path",
+        ),
+    ],
+)
+def test_a_storage_error_says_what_to_do(error: Exception, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raiser(error)) == 2
+    assert f"error: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone"), SafetensorError("header too large")])
+def test_other_errors_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        guarded(raiser(error))
