@@ -1,4 +1,4 @@
-"""One config of every kind executes a training step on the fake device, and does what the committed table says."""
+"""Configs of every kind, and the training loop, execute steps on the fake device as the committed table says."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.plan.fake_gpu import guard
 from pipeline.plan.fake_gpu.case import StepCase
-from tests.conftest import ROOT, selected
+from tests.conftest import ROOT, selected, tiny_config, write_config
 from tests.plan.fake_gpu.cells import differences, gating_cases, measured, run_cases
 from tests.support import output_of
 
@@ -106,3 +107,27 @@ def test_a_step_ends_with_the_process_that_waits_for_it() -> None:
         waiting.stderr.read()  # ends when no process has it any more: the step would have slept for 600 s
     assert time.monotonic() - began < 300
     assert step != waiting.pid
+
+
+@pytest.mark.integration
+def test_the_loop_reads_the_device_once_a_step_a_step_late_and_once_an_evaluation(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        tokens,
+        tmp_path / "run",
+        engine="torch",
+        zero_optimization={"stage": 0},
+        bf16={"enabled": True},
+        evaluation={"samples": 16, "every": 2},
+    )
+    command = [sys.executable, "-m", "tests.plan.fake_gpu.loop", str(write_config(tmp_path / "c.json", config))]
+    said = output_of(subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300))
+    found = json.loads(said.splitlines()[-1])
+    assert found["steps"] == 5  # up to the first checkpoint
+    assert found["waits"] == {}
+    assert sum(found["deferred"].values()) == 5
+    assert found["unpinned"] == {}
+    assert [each["step"] for each in found["evaluations"]] == [2, 4]
+    for evaluation in found["evaluations"]:
+        assert evaluation["batches"] == 8
+        assert sum(evaluation["waits"].values()) == 1  # the sum, after the last batch
+        assert evaluation["deferred"] == {}
