@@ -1,18 +1,21 @@
-"""Divergences: they are their formulas, their gradients are autograd's, and a sharded vocabulary changes nothing."""
+"""Losses of distillation are their formulas, gradients autograd's: divergences over a sharded vocabulary, relations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.sections.compression import DistillSection
 from pipeline.data.micro_batch import IGNORE
+from pipeline.run.distillation import relations
 from pipeline.run.distillation.divergence import (
     Divergence,
     Kind,
@@ -21,6 +24,7 @@ from pipeline.run.distillation.divergence import (
     log_probabilities,
 )
 from pipeline.run.distillation.objective import Distillation
+from pipeline.run.distillation.relations import Pairs, Vectors, relation_loss
 
 KINDS = [Divergence(kind, temperature=2.5, beta=0.3) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
@@ -136,3 +140,86 @@ def test_the_loss_weighs_the_divergence_by_alpha_and_by_the_square_of_the_temper
     assert float(loss.total) == pytest.approx(0.4 * 2.0**2 * 3.0 + 0.6 * float(loss.parts[0]))
     of_cross_entropy = torch.softmax(logits, -1) - torch.nn.functional.one_hot(labels, 5)
     torch.testing.assert_close(gradient, 0.4 * 2.0**2 * slope + 0.6 * of_cross_entropy)
+
+
+B, R, T = 2, 3, 7
+
+
+def made_vectors(kind: relations.Kind) -> tuple[Tensor, Tensor, Pairs]:
+    """Vectors fp64 of student [B, R, T, 4] and teacher [B, R, T, 6], documents and rows that do not count."""
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(B, R, T, d, dtype=torch.float64) for d in (4, 6))
+    if kind == "similarity":
+        student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
+    weights = torch.ones(B, T)
+    weights[0, 2] = weights[1, 6] = 0.0
+    documents = torch.tensor([[0] * 7, [0] * 3 + [1] * 4], dtype=torch.int32)
+    positions = torch.arange(T)
+    return student.requires_grad_(), teacher, Pairs(positions, positions, weights, documents)
+
+
+def relation_by_formula(kind: relations.Kind, student: Tensor, teacher: Tensor, pairs: Pairs) -> Tensor:
+    total = student.new_zeros(())
+    for b in range(B):
+        for i in range(T):
+            seen = [j for j in range(i + 1) if pairs.documents[b, j] == pairs.documents[b, i]]
+            for r in range(R):
+                s, t = (each[b, r, seen] @ each[b, r, i] for each in (student, teacher))
+                if kind == "kl":
+                    p, q = torch.softmax(t / 6**0.5, 0), torch.softmax(s / 4**0.5, 0)
+                    loss = (p * (p.log() - q.log())).sum()
+                else:
+                    loss = (s - t).square().mean()
+                total = total + pairs.weights[b, i] * loss / R
+    return total
+
+
+@pytest.mark.parametrize("kind", ["kl", "similarity"])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_a_relation_loss_and_gradient_are_the_formulas(
+    kind: relations.Kind, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relations, "SCORES", rows * B * R * T)
+    student, teacher, pairs = made_vectors(kind)
+    expected = relation_by_formula(kind, student, teacher, pairs)
+    [its_gradient] = torch.autograd.grad(expected, student)
+    loss = relation_loss(kind, Vectors(student, student), Vectors(teacher, teacher), pairs)
+    [gradient] = torch.autograd.grad(3.0 * loss, student)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, 3.0 * its_gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["kl", "similarity"])
+def test_rows_and_columns_have_gradients_of_their_own(kind: relations.Kind) -> None:
+    """As with context parallelism, where a rank has some of the rows, and the columns of all."""
+    student, teacher, pairs = made_vectors(kind)
+    some = torch.tensor([1, 4, 5])
+    part = replace(pairs, rows=some, weights=pairs.weights[:, some])
+    rows, columns = (each.detach().requires_grad_() for each in (student[:, :, some], student))
+
+    def loss(own: Tensor, others: Tensor) -> Tensor:
+        return relation_loss(kind, Vectors(own, others), Vectors(teacher[:, :, some], teacher), part)
+
+    assert torch.autograd.gradcheck(loss, (rows, columns))
+
+
+@pytest.mark.parametrize("kind", ["kl", "similarity"])
+def test_the_same_vectors_have_no_loss_and_a_turned_space_is_the_same(kind: relations.Kind) -> None:
+    student, _, pairs = made_vectors(kind)
+    turn = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    turned = (student @ turn).detach()
+    loss = relation_loss(kind, Vectors(student, student), Vectors(turned, turned), pairs)
+    [gradient] = torch.autograd.grad(loss, student)
+    assert loss.item() == pytest.approx(0.0, abs=1e-12)
+    assert gradient.abs().max() < 1e-12
+
+
+def test_bf16_vectors_are_compared_in_fp32_and_get_gradients_in_bf16() -> None:
+    student, teacher, pairs = made_vectors("kl")
+    halves = student.detach().bfloat16().requires_grad_()
+    loss = relation_loss("kl", Vectors(halves, halves), Vectors(teacher.bfloat16(), teacher.bfloat16()), pairs)
+    exact = halves.detach().double(), teacher.bfloat16().double()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(relation_by_formula("kl", *exact, pairs).item(), rel=1e-5)
+    [gradient] = torch.autograd.grad(loss, halves)
+    assert gradient.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""A run whose directory is in an object store (a real S3 server): it resumes from there alone, and loses nothing."""
+"""Runs in an object store (a real S3 server), copied there or imported: they go on from there, and lose nothing."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foundation.remote_directory import manifest_of
+from foundation.lease import newest_lease
+from foundation.remote_directory import CACHE, manifest_of
 from foundation.remote_publish import publish
 from foundation.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
+from foundation.storage import delete, objects_below
 from headrace.commands.app import run as headrace
 from pipeline.runtime.metrics.journal import read_rows
-from tests import warm_python
-from tests.conftest import launch, losses
+from tests import warm, warm_python
+from tests.conftest import entry_point, launch, losses
 from tests.conftest import start as start_to_end
 from tests.object_store import Faulty
 from tests.run.uploads.killed_runs import config_of, finish, rounds, start
 from tests.support import refusal_of, wait_until
 
 URL = "s3://store/runs/a"
-
-
 STEPS = 25
 
 
@@ -41,8 +42,8 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "manifest.json"}
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    found, out = headrace(list(words)), capsys.readouterr()
+def printed(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> str:
+    found, out = headrace([str(word) for word in words]), capsys.readouterr()
     assert found == code, out
     return out.out + out.err
 
@@ -162,3 +163,93 @@ def test_what_cannot_work_is_refused_before_any_work(tokens: Path, tmp_path: Pat
     faults.forbidden = "DELETE"
     assert "do not allow writing and deleting there" in refused()
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_hosts_that_share_no_directory_are_refused_and_told_what_to_share(tokens: Path, tmp_path: Path) -> None:
+    config = config_of(tokens, tmp_path, URL)
+    words = [warm_python.python(), *entry_point("train.py", config)]
+    ranks = [
+        subprocess.Popen(
+            words, env={**env, CACHE: str(tmp_path / f"host-{number}")}, text=True, stdout=-1, stderr=subprocess.STDOUT
+        )
+        for number, env in enumerate(warm._environments(2))
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert any(f"set {CACHE} to a directory that all hosts share" in text for text in said), said
+    assert {rank.returncode for rank in ranks} <= {2, 77}
+    lease = newest_lease(URL)
+    assert lease is not None
+    assert lease.released
+
+
+COPIED, COPIED_STEPS = "s3://store/runs/copied", 9
+
+
+@pytest.fixture(scope="module")
+def whole(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 3, 6 and 9, and its config, `run.json`."""
+    work = tmp_path_factory.mktemp("whole")
+    config = config_of(tokens, work, work / "run", steps=COPIED_STEPS, checkpoint_every=3, keep_checkpoints=3)
+    launch("train.py", config)
+    return work
+
+
+def run_files(run_dir: Path) -> dict[str, bytes]:
+    found = {path.relative_to(run_dir): path for path in run_dir.rglob("*") if path.is_file()}
+    hidden = {name for name in found if any(part.startswith(".") for part in name.parts)}
+    return {str(name): found[name].read_bytes() for name in found.keys() - hidden}
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_a_run_is_copied_with_its_checkpoints_there_and_back_and_goes_on_in_both_places(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(whole / "run", tmp_path / "run", symlinks=True))
+    shutil.rmtree(
+        run_dir / "checkpoints" / f"step-{COPIED_STEPS:08d}"
+    )  # as of a run that was killed before its last one
+    before = run_files(run_dir)
+    counted = [len(data) for name, data in before.items() if not name.endswith("manifest.json")]
+    what = f"run, {len(counted)} files, {sum(counted) / 1e9:,.3f} GB"
+    assert f"{COPIED}: {what}" in printed(capsys, "copy", run_dir, COPIED)
+    assert "exists already" in printed(capsys, "copy", run_dir, COPIED, code=2)
+    assert what in printed(capsys, "copy", COPIED, tmp_path / "back")
+    assert run_files(tmp_path / "back") == before
+    for place in (COPIED, str(tmp_path / "back")):
+        said = launch("train.py", whole / "run.json", f"run.dir={place}")
+        assert "resuming after step 6" in said
+        assert losses(working_directory(place)) == losses(whole / "run")
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_a_checkpoint_that_is_imported_to_a_url_is_there_and_goes_on_there(
+    whole: Path, tmp_path: Path, faults: Faulty, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed(capsys, "export", whole / "run/checkpoints/step-00000006", tmp_path / "dcp", "--format", "dcp")
+    words = ("import", tmp_path / "dcp", COPIED, "--config", whole / "run.json")
+    faults.down_after = "PUT /store/runs/copied/checkpoints/*"
+    said = printed(capsys, *words, code=2)
+    faults.down, faults.down_after = False, None
+    assert "manifest.json" not in objects_below(COPIED)
+    [remedy] = [line for line in said.splitlines() if "what was made is kept" in line]
+    _, source, target = remedy.partition("; headrace ")[2].removesuffix(" uploads it").split()
+    assert "which uploads what was imported" in printed(capsys, *words, code=2)
+    lease = newest_lease(COPIED)
+    assert lease is not None
+    delete(f"{COPIED}/.lease/{lease.number:08d}")  # it could not be given back: half a minute
+    assert f"{COPIED}: run, " in printed(capsys, "copy", source, target)
+    shutil.rmtree(os.environ[CACHE])  # from here on, what this host knows is the URL
+    said = launch("train.py", whole / "run.json", f"run.dir={COPIED}")
+    assert "resuming after step 6" in said
+    assert losses(working_directory(COPIED)) == {
+        step: losses(whole / "run")[step] for step in range(7, COPIED_STEPS + 1)
+    }
+    other = f"{COPIED}-2"
+    said = printed(capsys, *words[:2], other, *words[3:])
+    assert f"uploaded to {other}: " in said
+    assert f"output: {other}; it goes on with: headrace train" in said
+    assert "resuming after step 6" in launch("train.py", whole / "run.json", f"run.dir={other}")  # nothing is fetched

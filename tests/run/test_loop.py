@@ -1,16 +1,28 @@
-"""The hooks of the training loop: their list, and the order in which the loop calls them."""
+"""The training loop: its hooks and their order, collections of cycles at chosen steps, the batches of a rank."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
+from foundation.section import parse
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
+from pipeline.data.skips import Skip, Skips
 from pipeline.engines.base import StepResult
+from pipeline.run.batches import RankBatches
+from pipeline.run.hooks.garbage import GarbageCollector
 from pipeline.run.hooks.hook import Hook, StepNumbers
 from pipeline.run.hooks.hooks import HOOKS, Hooks
+from pipeline.run.prepare import prepare
 from tests import warm
 from tests.conftest import ROOT, tiny_config, write_config
 
@@ -121,3 +133,70 @@ def test_the_first_hook_is_the_outermost_and_a_flag_reaches_the_hook_that_has_it
         *("a before 1", "b before 1a", "c before 1ab", "c begun", "b begun", "a begun"),
         *("a numbers 1 of 2", "b raised 1 of 2", "c numbers 1 of 2"),
     ]
+
+
+class Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def left_behind() -> weakref.ref[Cycle]:
+    """A reference to a cycle that nothing else refers to."""
+    return weakref.ref(Cycle())
+
+
+@pytest.fixture(autouse=True)
+def collector_as_before() -> Iterator[None]:
+    """A failed test must not leave the collector disabled for those after it."""
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_a_cycle_lives_until_a_step_at_which_it_is_time() -> None:
+    with GarbageCollector(every=3) as garbage:
+        assert not gc.isenabled()
+        cycle = left_behind()
+        for step in (1, 2, 4, 5):
+            garbage.after_step(step)
+            assert cycle() is not None, step
+        garbage.after_step(6)
+        assert cycle() is None
+    assert gc.isenabled()
+
+
+def test_what_is_there_at_the_start_is_not_looked_at_again_until_the_end() -> None:
+    with GarbageCollector(every=1) as garbage:
+        frozen = gc.get_freeze_count()
+        assert frozen > 0
+        garbage.after_step(1)
+        assert frozen - 100 < gc.get_freeze_count() <= frozen  # some may have died meanwhile, of their own
+    assert gc.get_freeze_count() == 0
+
+
+def test_0_leaves_collections_to_python() -> None:
+    with GarbageCollector(every=0) as garbage:
+        assert gc.isenabled()
+        cycle = left_behind()
+        garbage.after_step(1)
+        assert cycle() is not None
+    gc.collect()
+    assert cycle() is None
+
+
+def test_a_collector_that_was_disabled_before_stays_so_and_an_error_ends_it_as_well() -> None:
+    gc.disable()
+    with pytest.raises(ValueError, match="a step failed"), GarbageCollector(every=2):
+        raise ValueError("a step failed")
+    assert not gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_slot_is_the_same_data_on_islands_that_have_skipped_some_and_others(tokens: Path, tmp_path: Path) -> None:
+    run = resolve(parse(Config, tiny_config(tokens, tmp_path / "run")), world_size=1)
+    batches, skips = RankBatches(prepare(run), 0), Skips((Skip(1, 2),))
+    behind = next(iter(batches.training(first_step=1, skips=skips)))
+    slot = next(iter(batches.slots(3, 3)))
+    assert torch.equal(behind.micro_batches[0].input_ids, slot.micro_batches[0].input_ids)
