@@ -18,8 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm, warm_python
-from tests.budget import budget_of
-from tests.cpu_seconds import CpuSeconds
+from tests.budget import CpuSeconds, budget_of
 from tests.support import output_of
 
 ROOT = warm.ROOT

@@ -1,4 +1,4 @@
-"""When a run is checkpointed: by the clock of one rank, and with \"auto\" at Daly's interval from measured saves."""
+"""When a run is checkpointed: by the clock of one rank, and with "auto" at Daly's interval from measured saves."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from foundation.processes import raise_file_limit
-from tests.scale.measuring import Figures
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part
 from tests.scale.parts.all_parts import PARTS
 
 

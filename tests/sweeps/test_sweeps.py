@@ -1,7 +1,8 @@
-"""The committed tables name the cells that the code enumerates, and a sweep resumes where it stopped."""
+"""Sweeps: tables name the cells of the code, one cell of every family runs, mutants compute something else."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,11 @@ import pytest
 from tests.sweeps import sweep as sweeps
 from tests.sweeps.__main__ import run_cells
 from tests.sweeps.all_sweeps import SWEEPS
-from tests.sweeps.sweep import Sweep, digest_of
+from tests.sweeps.families import LEAST_TRAINED, tiny_fields
+from tests.sweeps.mutants import EQUIVALENT, SUBJECTS, all_mutants, drawn, mutants_of
+from tests.sweeps.mutations import folder_of
+from tests.sweeps.run_families import FURTHER, LAYOUTS, failure, run_family
+from tests.sweeps.sweep import ROOT, Sweep, digest_of
 
 ROW = re.compile(r"^\| (?P<group>.+?) \| (?P<cells>\d+) \| \d+ \| \d+ \| \d+ \| `(?P<digest>\w+)` \|$", re.MULTILINE)
 
@@ -47,3 +52,122 @@ def test_a_sweep_that_was_stopped_runs_the_cells_that_are_left(tmp_path: Path, m
     text = sweep.table_file.read_text()
     assert "of which 3 were run and 2 passed" in text
     assert "- `b`: b is wrong" in text
+
+
+KINDS = {
+    "ministral3": "sdpa",  # attention of our own
+    "gpt_oss": "eager",  # attention sinks: eager
+    "mamba2": "sdpa",  # no attention heads, an infinity in its config
+    "deepseek_v3": "sdpa",  # a router's bias, which is a persistent buffer
+    "afmoe": "eager",  # a frozen parameter
+    "zamba": "sdpa",  # parameters that layers share
+    "dbrx": "sdpa",  # modules that run depending on the data, which ZeRO-3 must gather at once
+}
+IN_CI = {"gpt_oss", "deepseek_v3", "mamba2"}
+"""The others run with `make sweep-tests`, and all families with `make sweep-families`."""
+
+
+def test_the_number_of_families_that_train_never_falls() -> None:
+    text = SWEEPS["families"]().table_file.read_text()
+    found = re.search(r"of which (?P<run>\d+) were run and (?P<passed>\d+) passed", text)
+    assert found is not None
+    assert int(found["passed"]) >= LEAST_TRAINED
+
+
+def test_a_tiny_model_keeps_what_selects_code_paths_and_has_no_dropout() -> None:
+    fields = tiny_fields("gpt2")
+    assert fields["n_embd"] == 64
+    assert fields["resid_pdrop"] == 0.0
+    assert "activation_function" not in fields
+
+
+def test_a_refusal_is_told_by_its_reason_and_a_fault_by_its_exception() -> None:
+    assert failure("ZeRO-1", 2, "model.config.x = 1\n  why: it is odd\n  try: 2") == "refused: it is odd"
+    output = "Traceback\n  File x\n[rank1]: ValueError: broken\nmore"
+    assert failure("ZeRO-1", 1, output) == "ZeRO-1 ended with code 1: [rank1]: ValueError: broken"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "kind", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.sweep) for each in KINDS]
+)
+def test_a_family_of_every_kind_trains_is_exported_and_loaded_with_its_loss(
+    kind: str, tokens: Path, tmp_path: Path
+) -> None:
+    name = {"gpt_oss": "ZeRO-1", "afmoe": "ZeRO-1", "mamba2": "FSDP2", "zamba": "FSDP2"}.get(kind, "ZeRO-3")
+    result = run_family(kind, tokens, tmp_path, layouts={name: LAYOUTS[name]})
+    assert result.trained, result.note
+    assert result.note.startswith(KINDS[kind])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "kind", ["phi3", pytest.param("smollm3", marks=pytest.mark.sweep)]
+)  # longrope that crosses its threshold; layers without RoPE
+def test_a_family_trains_with_its_sequence_divided_and_from_some_of_its_layers(
+    kind: str, tokens: Path, tmp_path: Path
+) -> None:
+    result = run_family(kind, tokens, tmp_path, layouts={"FSDP2": LAYOUTS["FSDP2"], **FURTHER})
+    assert result.trained, result.note
+    assert re.fullmatch(r"sdpa; FSDP2 (\d\.\d+), cp 2 \1, layers dropped \d\.\d+", result.note), result.note
+
+
+@pytest.mark.integration
+def test_a_model_that_sees_later_tokens_is_refused_before_it_trains(tokens: Path, tmp_path: Path) -> None:
+    result = run_family("cpmant", tokens, tmp_path)
+    assert (result.trained, result.note.split(",")[0]) == (False, "refused: it sees the tokens to its right")
+
+
+FUNCTION = '''
+def lr(step: int = 3) -> float:
+    """Doubles 2 < 3."""
+    assert step > 1
+    log.info("step %d", step + 1)
+    if step < 0:
+        raise ValueError(f"{step + 1}", step - 1)
+    rate: Literal[2] = divide(step, peak)
+    self.count += 1
+    return rate
+'''
+
+
+def test_200_mutants_of_a_seed_change_the_code_and_have_tests() -> None:
+    found = drawn()
+    assert {subject: len(mutants) for subject, mutants in found.items()} == {
+        subject: count for subject, (count, _) in SUBJECTS.items()
+    }
+    mutants = [each for several in found.values() for each in several]
+    assert len({each.name for each in mutants}) == 200
+    texts = {mutant.file: (ROOT / mutant.file).read_text() for mutant in mutants}
+    trees = {file: ast.dump(ast.parse(text)) for file, text in texts.items()}
+    for mutant in mutants:
+        assert ast.dump(ast.parse(mutant.applied(texts[mutant.file]))) != trees[mutant.file], mutant.name
+        assert folder_of(mutant) != "tests", mutant.name
+
+
+def test_another_seed_draws_others() -> None:
+    names = [{each.name for found in drawn(seed=seed).values() for each in found} for seed in (0, 0, 1)]
+    assert names[0] == names[1]
+    assert len(names[0] & names[2]) < 60
+
+
+def test_mutants_that_are_equivalent_to_the_code_still_exist() -> None:
+    assert EQUIVALENT.keys() <= {each.name for found in all_mutants().values() for each in found}
+
+
+def test_messages_assertions_and_annotations_are_left_alone() -> None:
+    names = [mutant.name.partition(" [")[0] for mutant in mutants_of(FUNCTION, "lr.py")]
+    assert names == [
+        "lr: < -> <= in step < 0",
+        "lr: 0 -> 1 in step < 0",
+        "lr: swap step and peak in divide(step, peak)",
+        "lr: leave out self.count += 1",
+        "lr: 1 -> 2 in self.count += 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "moved", ["import math\n\n\n" + FUNCTION, FUNCTION.replace("    assert step > 1\n", "    first = next(steps)\n")]
+)
+def test_a_mutant_keeps_its_name_where_its_function_moves(moved: str) -> None:
+    assert [each.name for each in mutants_of(moved, "b.py")] == [each.name for each in mutants_of(FUNCTION, "a.py")]

@@ -12,19 +12,26 @@ so any number of them can run at once, with the same addresses and ports.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from tests.virtual_cluster.jobs import Job, parse_jobs
 from tests.virtual_cluster.machine import Machine
-from tests.virtual_cluster.node import Node
-from tests.virtual_cluster.settings import CONTROLLER, CONTROLLER_ADDRESS, Patience, hosts_of, write_settings
+from tests.virtual_cluster.settings import (
+    CONTROLLER,
+    CONTROLLER_ADDRESS,
+    Patience,
+    hosts_of,
+    node_address,
+    write_settings,
+)
 
 _PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "ip", "unshare", "nsenter")
 _POLL_S = 0.1
@@ -178,3 +185,81 @@ class VirtualCluster:
     def _overview(self) -> str:
         log = (self.state / "slurmctld.log").read_text().splitlines()[-20:]
         return "\n".join([self.run("sinfo", "--Node", "--long"), self.run("squeue"), *log])
+
+
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, or one element of an array.
+
+    Fields: `id` of the job, of the whole array for an element; `element` within it, None for other jobs; `exit_code`
+    of the batch script, 128 + n after signal n; `nodes` as Slurm abbreviates them (`n[1-2]`).
+    """
+
+    id: int
+    element: str | None
+    name: str
+    state: str
+    reason: str
+    exit_code: int
+    nodes: str
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+
+def parse_jobs(text: str) -> list[Job]:
+    """The jobs in the output of `scontrol show job --oneliner`, oldest first."""
+    jobs = [_parse(line) for line in text.splitlines() if line.startswith("JobId=")]
+    return sorted(jobs, key=lambda job: (job.id, job.element or ""))
+
+
+def _parse(line: str) -> Job:
+    field = dict(re.findall(r"(\w+)=(\S*)", line))
+    code, signal = (int(part) for part in field["ExitCode"].split(":"))
+    return Job(
+        id=int(field.get("ArrayJobId", field["JobId"])),
+        element=field.get("ArrayTaskId"),
+        name=field["JobName"],
+        state=field["JobState"],
+        reason=field["Reason"],
+        exit_code=128 + signal if signal else code,
+        nodes=field["NodeList"],
+    )
+
+
+class Node:
+    def __init__(self, name: str, *, controller: Machine, state: Path, env: dict[str, str]) -> None:
+        self.name = name
+        self._controller, self._state, self._env = controller, state, env
+        self._machine: Machine | None = None
+
+    @property
+    def machine(self) -> Machine:
+        assert self._machine is not None, f"{self.name} is down"
+        return self._machine
+
+    def up(self) -> None:
+        """Boots: a machine, a veth link to the bridge, slurmd."""
+        self._machine = Machine(self.name, hosts=hosts_of(self.name), state=self._state, inside=self._controller)
+        address = node_address(self.name)
+        # a fixed hardware address: after a reboot the others still know the old one
+        mac = f"02:00:00:00:00:{int(self.name.removeprefix('n')):02x}"
+        self._controller.ip(f"link add {self.name} type veth peer name eth0 address {mac} netns {self._machine.pid}")
+        self._controller.ip(f"link set {self.name} master bridge up")
+        self._machine.ip(f"address add {address}/24 dev eth0")
+        self._machine.ip("link set eth0 up")
+        self._machine.run("slurmd", env=self._env)  # finds its entry in slurm.conf by the host name
+
+    def crash(self) -> None:
+        """Power failure. The network link goes first: a dead host does not close its connections."""
+        self._controller.ip(f"link delete {self.name}")
+        self.stop()
+
+    def stop(self) -> None:
+        if self._machine is not None:
+            self._machine.stop()
+            self._machine = None

@@ -36,8 +36,7 @@ from pipeline.checkpoint.write.division import divide
 from pipeline.checkpoint.write.locations import Locations, MetadataWriter
 from pipeline.checkpoint.write.plan import Coordinator
 from pipeline.models.construction.rectangle import Rectangle
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 RANKS, TARGET = (256, 512, 1024, 2048), 8192
 _RANKS_FSDP = (128, 256, 512, 1024)

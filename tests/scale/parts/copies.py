@@ -16,8 +16,7 @@ from pipeline.checkpoint.memory import restart_files
 from pipeline.checkpoint.memory.memory_folder import MemoryFolder
 from pipeline.checkpoint.memory.memory_server import MemoryServerAddress
 from pipeline.checkpoint.memory.restart_files import RestartFiles
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 _PER_NODE, _STEP = 8, 400
 

@@ -13,8 +13,7 @@ from pipeline.data.loader import StepLoader
 from pipeline.data.mixture import DataMixture, open_mixture
 from pipeline.data.sample_order import SampleOrder
 from tests.data.sparse import write_sparse
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 SHARDS = (2500, 5000, 10_000, 20_000)
 _LENGTH = 4096

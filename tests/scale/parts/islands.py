@@ -15,8 +15,7 @@ from pipeline.run.groups.islands.command import _start_lighthouse
 from pipeline.run.groups.islands.ledger import Ledger, Member, decide
 from pipeline.run.groups.islands.lighthouse import HEARTBEAT_S, LighthouseMember
 from pipeline.runtime.launch.group import free_port
-from tests.scale.measuring import Figures, measured_process, resident_bytes
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured_process, resident_bytes
 
 _SECRET = b"0123456789abcdef"
 ABSENT = None if find_spec("torchft") else 'torchft is not installed: pip install "headrace[islands]"'

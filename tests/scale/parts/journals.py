@@ -15,8 +15,7 @@ from pipeline.evaluation.report.command import run as write_report
 from pipeline.runtime.metrics.journal import NAME, Journal
 from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.runtime.metrics.times import iso_time
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 STEPS, TARGET = (25_000, 50_000, 100_000, 200_000), 2_000_000
 _PER_ATTEMPT = 4000

@@ -15,8 +15,7 @@ from data_prep.tasks.merge import MOST_RUNS, plan_merges
 from data_prep.tasks.reduce import ReduceTask, Shard
 from data_prep.tasks.runs_reader import KEYS, RunsReader, memory_bytes
 from data_prep.tasks.sorted_runs import DOCUMENT, RunStream, SortedRunPaths, run_path, task_directory
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 _DOCUMENTS, _TOKENS = 20, 50
 """Of a run, and of a document: a run of the product has 64 MiB, of which a merge reads some."""

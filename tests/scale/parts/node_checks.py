@@ -9,8 +9,7 @@ from pipeline.cluster.node_checks.__main__ import NodeChecks
 from pipeline.cluster.node_checks.decide import partners_of
 from pipeline.cluster.node_checks.records import NodeLink, NodeRecord, write_record
 from pipeline.config.sections.node_checks import NodeChecksSection
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 _SLOW = "node0003"
 

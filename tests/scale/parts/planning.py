@@ -11,8 +11,7 @@ from pipeline.plan.predict.schedule_programs import make_program
 from pipeline.plan.search.search import search
 from pipeline.runtime.machines.known import load_machine
 from tests.conftest import ROOT
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 RANKS = (1024, 2048, 4096, 8192)
 _CONFIG = str(ROOT / "ds_configs" / "llama_70b_fsdp_3d.json")

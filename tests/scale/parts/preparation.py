@@ -20,8 +20,7 @@ from data_prep.job.share import _others_finished
 from data_prep.sources.units import Unit
 from foundation.errors import DataError
 from foundation.section import parse
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 
 _SHARE_S = 8.0
 

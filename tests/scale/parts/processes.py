@@ -22,8 +22,7 @@ from pipeline.cluster.elastic.local_ranks import Command
 from pipeline.config.sections.run import WatchdogSection
 from pipeline.runtime.faults.heartbeat_connection import heartbeat_interval, heartbeat_timeout
 from pipeline.runtime.faults.heartbeat_messages import MessageDecoder, encode, greeting
-from tests.scale.measuring import Figures, cpu_s, measured, measured_process
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, cpu_s, measured, measured_process
 
 RANKS = (1000, 2000, 4000, 8000)
 HOSTS = (125, 250, 500, 1000)

@@ -33,8 +33,7 @@ from pipeline.runtime.launch.group import process_group
 from pipeline.runtime.launch.rendezvous import Rendezvous, mark
 from pipeline.runtime.launch.store import open_rendezvous
 from pipeline.runtime.launch.wait_for_rank_zero import look_s
-from tests.scale.measuring import Figures, measured, measured_process, resident_bytes
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured, measured_process, resident_bytes
 from tests.scale.store_traffic import Recorder, Request, StoreClient
 
 RANKS = (1024, 2048, 4096, 8192)

@@ -14,8 +14,7 @@ from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.run.batches import skips_after
 from pipeline.runtime.metrics.journal import NAME
 from pipeline.runtime.metrics.times import iso_time
-from tests.scale.measuring import Figures, measured
-from tests.scale.part import Part
+from tests.scale.measuring import Figures, Part, measured
 from tests.scale.parts.data import opened, written
 from tests.scale.parts.journals import STEPS, TARGET, write_run
 
