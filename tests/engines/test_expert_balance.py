@@ -18,27 +18,19 @@ from pipeline.models.routers import BIAS as BUFFER
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
-from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, differences_fixture, layout, layout_params
+from tests.engines.comparison import (
+    EXPERTS,
+    FP32,
+    LATENT,
+    assert_within_tolerance,
+    differences_fixture,
+    layout,
+    layout_params,
+)
 
 QWEN = {**EXPERTS, "tie_word_embeddings": True}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "rope_interleave": False,
-    "num_key_value_heads": 4,
-}
+DEEPSEEK = {**LATENT, "moe_intermediate_size": 32, "n_shared_experts": 1, "rope_interleave": False}
 AUX = {"balance": "aux_loss", "aux_loss_coef": 0.5}
 BIAS = {"balance": "bias", "bias_update_rate": 0.02}
 RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import EXPERTS, assert_within_tolerance, differences_fixture, layout, layout_params
+from tests.engines.comparison import (
+    EXPERTS,
+    LATENT,
+    assert_within_tolerance,
+    differences_fixture,
+    layout,
+    layout_params,
+)
 
 
 def ep(size: int, stage: int = 3, *, model: Any = None, zero: Any = None, more: Any = None, **keys: Any) -> Any:
@@ -14,19 +21,13 @@ def ep(size: int, stage: int = 3, *, model: Any = None, zero: Any = None, more: 
 
 
 DEEPSEEK = {
-    "model_type": "deepseek_v3",
+    **LATENT,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_group": 4,
     "topk_group": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
     "n_shared_experts": 1,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 16,
     "v_head_dim": 8,
     "tie_word_embeddings": False,
 }

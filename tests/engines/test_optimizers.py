@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, differences_fixture, layout, layout_params
+from tests.engines.comparison import (
+    EXPERTS,
+    FP32,
+    LATENT,
+    assert_within_tolerance,
+    differences_fixture,
+    layout,
+    layout_params,
+)
 
 SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
 SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}}
@@ -20,21 +28,6 @@ CALM_SGD, CALM_LION = ({**each, "params": {**each["params"], "lr": lr}} for each
 # in 4 steps a decay rate of Lion's momentum that is wrong by 0.01 changes the loss by 6e-6 only: some run for 20
 BF16, COMPILED = {"bf16": {"enabled": True}}, {"compile": {"enabled": True, "backend": "aot_eager"}}
 BIASES = {"attention_bias": True}
-LATENT = {
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed": {

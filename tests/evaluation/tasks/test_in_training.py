@@ -28,8 +28,7 @@ from pipeline.runtime.metrics.journal import read_rows
 from tests import warm, warm_python
 from tests.conftest import launch, losses, start, tiny_config, warm_command, write_config
 from tests.engines.layout_worker import CPU, VOCABULARY, make_engine, resolved
-from tests.evaluation.tasks.test_encode import questions
-from tests.evaluation.tasks.test_questions import write
+from tests.evaluation.tasks.test_encode import questions, write
 from tests.support import output_of, refusal_of, wait_until
 
 
