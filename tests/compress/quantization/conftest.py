@@ -1,4 +1,4 @@
-"""One dataset and one model for all compression tests."""
+"""One dataset and two models for all compression tests."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def model(tokens: Path) -> Path:
     code = {"AutoConfig": "configuration_novel.NovelConfig"}
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": code}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def untied(tokens: Path) -> Path:
+    return make_model(tokens.parent / "untied", tokens, tied=False)

@@ -24,7 +24,7 @@ from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from tests.compress.quantization.test_quantize import Made, quantize, write_config
 from tests.compress.quantization.test_refusals import refusal
-from tests.evaluation.heldout.small import VOCAB, make_model
+from tests.evaluation.heldout.small import VOCAB
 from tests.models.architectures import config_of
 
 CHOICES = ("W4A16", "W8A8", UNCHANGED)
@@ -154,11 +154,6 @@ def test_bytes_of_a_layer_are_those_of_the_file() -> None:
     assert LayerScheme("W4A16", 32).stored_bytes((8, 64), scale_bytes=2) == 8 * 32 + 8 * 2 * 2 + 16
     assert LayerScheme("W8A16", None).stored_bytes((8, 64), scale_bytes=4) == 8 * 64 + 8 * 4 + 16
     assert LayerScheme("W8A8", None).stored_bytes((8, 64), scale_bytes=2) == 8 * 64 + 8 * 2
-
-
-@pytest.fixture(scope="module")
-def untied(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("untied") / "model", tokens, tied=False)
 
 
 def uniform_and_mixed(folder: Path, model: Path, tokens: Path, budget: dict[str, Any], **uniform: Any) -> list[Made]:

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundation.errors import ConfigError
-from foundation.section import parse
 from pipeline.compress.quantization.calibration import Method, calibrate, decoder_layers
-from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.families import FAMILIES, Family
 from pipeline.compress.quantization.rotation import Rotation, orthogonal
-from pipeline.compress.quantization.rules import prepare
 from pipeline.compress.quantization.smoothing import Smoother
 from pipeline.data.dataset import TokenDataset
 from pipeline.models.folder.loading import load_model
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, packed_here, write_config
+from tests.compress.quantization.test_refusals import refusal
 from tests.compress.quantization.test_streaming import plan_of, streamed, tensors_of
-from tests.evaluation.heldout.small import SEQUENCE, make_model
+from tests.evaluation.heldout.small import SEQUENCE
 from tests.support import output_of
 
 CHANNELS, FACTOR = 6, 30.0
@@ -180,12 +177,7 @@ def test_smoothed_int8_activations_are_nearer_by_every_consumer(model: Path, tok
 
 
 def test_other_architectures_and_files_without_norms_are_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
-    def refused(source: Path, **fields: Any) -> str:
-        raw = json.loads(write_config(tmp_path, source, tokens, **fields).read_text())
-        with pytest.raises((ConfigError, ValidationError)) as caught:
-            prepare(parse(QuantizeConfig, raw))
-        return str(caught.value)
-
+    refused = partial(refusal, tmp_path, tokens=tokens)
     other = make_outliers(model, tmp_path / "phi", activations=True)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "phi"}))
@@ -200,11 +192,6 @@ def test_other_architectures_and_files_without_norms_are_refused(model: Path, to
 def test_outliers_are_where_they_are_said_to_be(model: Path, outliers: Path) -> None:
     before, after = (load_model(folder).model.layers[0].input_layernorm.weight for folder in (model, outliers))
     assert int((before / after > FACTOR / 2).sum()) == CHANNELS
-
-
-@pytest.fixture(scope="module")
-def untied(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("rotated") / "model", tokens, tied=False)
 
 
 @pytest.mark.parametrize("size", [1, 8, 24, 48, 192])
@@ -285,12 +272,7 @@ def test_outliers_of_norms_and_weights_are_gone_without_calibration(untied: Path
 
 
 def test_what_commutes_with_no_rotation_is_refused(model: Path, untied: Path, tokens: Path, tmp_path: Path) -> None:
-    def refused(source: Path, **fields: Any) -> str:
-        raw = json.loads(write_config(tmp_path, source, tokens, rotation=True, **fields).read_text())
-        with pytest.raises(ConfigError) as caught:
-            prepare(parse(QuantizeConfig, raw))
-        return str(caught.value)
-
+    refused = partial(refusal, tmp_path, tokens=tokens, rotation=True)
     assert "is its embedding" in refused(model, scheme="W4A16")
     assert "a type of GGUF files" in refused(untied, scheme="Q8_0")
     for kind, expected in (("gemma2", "norms after its layers"), ("gpt2", "not for gpt2")):

@@ -19,6 +19,7 @@ from pipeline.engines.parallel.activation_checkpointing import apply_activation_
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.experts import (
     NAME,
+    AllToAll,
     apply_expert_parallel,
     check_expert_parallel,
     exchanges,
@@ -70,7 +71,7 @@ def routed(rank: int, tokens: str, choice: str) -> tuple[Tensor, Tensor, Tensor]
     return hidden.requires_grad_(), chosen, weights.requires_grad_()
 
 
-def layer(ranks: Any) -> Any:
+def layer(ranks: Any, *, exchange: Any = AllToAll) -> Any:
     model = meta_of(QWEN)
     [(_, module)] = expert_modules(model)
     names = {id(p): name for name, p in module.named_parameters()}
@@ -78,7 +79,7 @@ def layer(ranks: Any) -> Any:
         name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
         for name, p in module.named_parameters()
     }
-    boxes = apply_expert_parallel(model, ranks, names=names) if ranks else {}
+    boxes = apply_expert_parallel(model, ranks, names=names, exchange=exchange) if ranks else {}
     for name, value in full.items():
         own = value[boxes[name].slices].clone() if boxes else value
         setattr(module, name, torch.nn.Parameter(own))

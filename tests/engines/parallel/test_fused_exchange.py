@@ -20,13 +20,13 @@ from pipeline.engines.experimental import expert_kernels
 from pipeline.engines.experimental.expert_kernels import DeepEP, HybridEP
 from pipeline.engines.parallel.activation_checkpointing import apply_activation_checkpointing
 from pipeline.engines.parallel.architecture_trial import RandomValues
-from pipeline.engines.parallel.experts import AllToAll, apply_expert_parallel, expert_modules
+from pipeline.engines.parallel.experts import AllToAll, apply_expert_parallel
 from pipeline.engines.parallel.fused_exchange import FusedExchange, Handle
 from pipeline.engines.parallel.fused_kernels import check_exchange, check_exchange_device, exchange_of
 from pipeline.models.construction.materialize import materialize
 from tests.engines.parallel.layouts import resolved
 from tests.engines.parallel.ranks import Ranks
-from tests.engines.parallel.test_experts import CHOICES, QWEN, E, group, meta_of, results, routed
+from tests.engines.parallel.test_experts import CHOICES, QWEN, E, group, layer, meta_of, results, routed
 
 
 class SumsPerRank:
@@ -76,25 +76,14 @@ class SumsPerRank:
         return found
 
 
-def layer(ranks: Any, *, kernels: Any) -> Any:
-    model = meta_of(QWEN)
-    [(_, module)] = expert_modules(model)
-    names = {id(p): name for name, p in module.named_parameters()}
-    full = {
-        name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-        for name, p in module.named_parameters()
-    }
-    exchange = AllToAll if kernels is None else partial(FusedExchange, kernels=kernels)
-    boxes = apply_expert_parallel(model, ranks, names=names, exchange=exchange)
-    for name, value in full.items():
-        setattr(module, name, torch.nn.Parameter(value[boxes[name].slices].clone()))
-    return module
+def fused_layer(ranks: Any, *, kernels: Any) -> Any:
+    return layer(ranks, exchange=AllToAll if kernels is None else partial(FusedExchange, kernels=kernels))
 
 
 def both(rank: int, size: int, tokens: str, choice: str) -> list[tuple[list[Any], int]]:
     found = []
     for kernels in (SumsPerRank(group(rank, size)), None):
-        module = layer(group(rank, size), kernels=kernels)
+        module = fused_layer(group(rank, size), kernels=kernels)
         values = results(module, routed(rank, tokens, choice))
         found.append((values + [p.grad for p in module.parameters()], module.expert_exchange.largest))
     return found
@@ -125,7 +114,7 @@ def in_bf16(rank: int) -> list[float]:
     kernels = SumsPerRank(group(rank, 4))
     kernels.dtype = torch.bfloat16
     found = []
-    for module in (layer(group(rank, 4), kernels=kernels), layer(group(rank, 4), kernels=None)):
+    for module in (fused_layer(group(rank, 4), kernels=kernels), fused_layer(group(rank, 4), kernels=None)):
         values = results(module, routed(rank, "even", "random"))
         found.append(values + [p.grad for p in module.parameters()])
     assert [each.dtype for each in found[0]] == [torch.float32] * len(found[0])
@@ -255,7 +244,7 @@ def through(rank: int, kernels: Any, tokens: int) -> list[Tensor]:
         patched.setitem(sys.modules, "deep_ep", PACKAGE)
         patched.setattr(kernels, "dtype", torch.float32)
         made = kernels(group(rank, 2), experts=E, tokens=tokens)
-        module = layer(group(rank, 2), kernels=made)
+        module = fused_layer(group(rank, 2), kernels=made)
         values = results(module, routed(rank, "even", "random"))
     return values + [p.grad for p in module.parameters()]
 

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from foundation.directory import MANIFEST, Manifest, read_manifest, write_manifest
+from foundation.directory import MANIFEST, read_manifest, write_manifest
 from foundation.errors import ConfigError, DataError
 from pipeline.compress.quantization.config import SCHEMES, SchemeName
 from pipeline.data.dataset import TokenDataset
@@ -33,18 +33,11 @@ from pipeline.evaluation.consumers.texts import AWKWARD
 from pipeline.models.gguf import libllama
 from pipeline.models.gguf.types import FILE_TYPES
 from tests import warm
-from tests.compress.quantization.test_quantize import ENTRY, write_config
+from tests.compress.quantization.test_quantize import ENTRY, Made, write_config
 from tests.evaluation.heldout.small import SEQUENCE, TEXTS, VOCAB, make_tokenizer
 from tests.support import output_of, refusal_of
 
 VLLM_NEEDS = {"W4A16": {"avx512f"}, "W8A8": {"avx512_vnni", "avx_vnni", "amx_int8"}}
-
-
-@dataclass(frozen=True)
-class Made:
-    path: Path
-    manifest: Manifest
-    stdout: str
 
 
 def quantize(folder: Path, model: Path, tokens: Path, scheme: str, **fields: Any) -> Made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
@@ -63,27 +63,34 @@ def test_a_replica_that_misses_an_exchange_makes_the_same_update_in_the_same_ste
     assert not [row for row in b.events if row["event"] == "redealt"]
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_damaged_message_is_asked_for_again_and_three_times_fail_the_exchange(times: int, address: str) -> None:
-    a, b = Thread("a", address), Thread("b", address)
+def damage(replica: Thread, *, tag: int, change: Callable[[Tensor], object], times: int = 1) -> list[int]:
+    """Changes what arrives with a tag in step 3, so many times; returns how many of them are left."""
     left = [times]
 
-    def damage_what_arrives() -> None:
-        group = b.peers._group
+    def begin() -> None:
+        group = replica.peers._group
         receive = group.recv
 
-        def recv(tensors: list[Tensor], source: int, tag: int) -> Any:
-            work = receive(tensors, source, tag)
-            if tag == 0 and left[0]:  # the values, not their checksum
+        def recv(tensors: list[Tensor], source: int, its_tag: int) -> Any:
+            work = receive(tensors, source, its_tag)
+            if its_tag == tag and left[0]:
                 left[0] -= 1
                 work.wait()
-                tensors[0].view(torch.uint8)[-1] ^= 0x40  # an exponent: 1e36 in the place of 1
+                change(tensors[0])
                 return SimpleNamespace(wait=lambda: True)
             return work
 
         group.recv = recv
 
-    b.before = at(3, damage_what_arrives)
+    replica.before = at(3, begin)
+    return left
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_damaged_message_is_asked_for_again_and_three_times_fail_the_exchange(times: int, address: str) -> None:
+    a, b = Thread("a", address), Thread("b", address)
+    # the values, not their checksum; an exponent: 1e36 in the place of 1
+    damage(b, tag=0, change=lambda values: values.view(torch.uint8)[-1:].bitwise_xor_(0x40), times=times)
     a.start(), b.start()
     a.join(), b.join()
     assert_undisturbed(a, b)
@@ -94,24 +101,7 @@ def test_a_damaged_message_is_asked_for_again_and_three_times_fail_the_exchange(
 
 def test_a_damaged_verdict_disturbs_nothing(address: str) -> None:
     a, b = Thread("a", address), Thread("b", address)
-    left = [1]
-
-    def damage_a_verdict() -> None:
-        group = b.peers._group
-        receive = group.recv
-
-        def recv(tensors: list[Tensor], source: int, tag: int) -> Any:
-            work = receive(tensors, source, tag)
-            if tag == 2 and left[0]:
-                left[0] -= 1
-                work.wait()
-                tensors[0][:] ^= 0x40
-                return SimpleNamespace(wait=lambda: True)
-            return work
-
-        group.recv = recv
-
-    b.before = at(3, damage_a_verdict)
+    left = damage(b, tag=2, change=lambda verdict: verdict.bitwise_xor_(0x40))
     a.start(), b.start()
     a.join(), b.join()
     assert_undisturbed(a, b)
