@@ -1,4 +1,4 @@
-"""Opening is O(shards): nothing is mapped before it is read or held per sample, and few ranks ask for all shards."""
+"""Opening is O(shards): nothing is mapped before it is read or held per sample; one rank alone looks at all shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples: custom loops differ from the plain one in four lines; the coordinate check knows what transfers."""
+"""Examples: custom loops differ from the plain one in four lines; the coordinate check tells what transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our attention equals Hugging Face's; packed documents equal separate ones; FlashAttention where it is unfit."""
+"""Our attention equals Hugging Face's; packed documents equal separate ones; FlashAttention is refused where unfit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace prune`: measured, with its lineage, whole or absent, pruned again; and distilled better than trained."""
+"""`headrace prune`: measured, with its lineage, whole or absent, pruned again; distillation beats cross-entropy."""
 
 from __future__ import annotations
 

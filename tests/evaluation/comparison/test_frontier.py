@@ -1,4 +1,4 @@
-"""Models side by side: the figures are those of other measurements of the same thing, and rows do not vanish."""
+"""Models side by side: figures are those of other measurements, rows do not vanish, tasks of lm-eval run offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing gets its name that a consumer finds far from the original; whatever is broken is told by its numbers."""
+"""Nothing gets its name that a consumer finds far from the original, by log-probabilities compared within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks in training and on one rank: figures as of the exported model, no step twice, and early ends."""
+"""Tasks in training and on one rank: the exported model's figures, no step evaluated twice, ends before the last."""
 
 from __future__ import annotations
 

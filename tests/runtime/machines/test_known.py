@@ -1,4 +1,4 @@
-"""Machines are found by name, by file and by torch's name of a device, or refused; as ranks of a node find them."""
+"""Machines are found by name, by file and by torch's name of a device, or refused; ranks on a node share one."""
 
 from __future__ import annotations
 
