@@ -48,8 +48,11 @@ def measure_units(
     for done, (name, choice) in enumerate(jobs):
         layers = [matrices[each] for each in map(_module, budget.units[name].layers)]
         with changed(layers, choice, dtype):
-            kl = [kl_of(log_p, log_probabilities(model, batch)) for log_p, batch in zip(expected, batches, strict=True)]
-        found.setdefault(name, {})[choice] = sum(kl) / len(kl)
+            sums = [
+                kl_of(log_p, log_probabilities(model, batch)) * batch.numel()
+                for log_p, batch in zip(expected, batches, strict=True)
+            ]
+        found.setdefault(name, {})[choice] = sum(sums) / sum(batch.numel() for batch in batches)
         show(done + 1, len(jobs))
     return found
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from foundation.errors import TrainingError
 from pipeline.plan.calibration.measure import Ends, range_of, seconds_of, timed
 from pipeline.plan.calibration.measure_overlap import all_busy, overlap
 from pipeline.runtime.machines.machine import OVERLAP, MeasuredCollective, Operation
@@ -62,7 +64,7 @@ def between_ranks(*, ranks: int) -> RanksMeasured:
     """Measures between `ranks` devices of this node; a single one has neither collectives nor busy neighbours.
 
     Raises:
-        RuntimeError: a process failed; the message has the end of its output.
+        TrainingError: a process failed, or did not end in time; the message has the end of its output.
     """
     if ranks < 2:
         return RanksMeasured((), OVERLAP, {})
@@ -74,20 +76,34 @@ def between_ranks(*, ranks: int) -> RanksMeasured:
         subprocess.Popen([*command, str(rank), str(ranks), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(ranks)
     ]
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_S) for process in started]
-    finally:
+    with ThreadPoolExecutor(ranks) as threads:
+        waiting = [threads.submit(_output, process) for process in started]
+        ended, _ = wait(waiting, return_when=FIRST_EXCEPTION)
         for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"collectives between {ranks} devices failed: {errors.decode()[-1000:]}")
-    found = json.loads(outputs[0][0].splitlines()[-1])
+            process.kill()  # those that wait for one that failed
+    for each in ended:
+        each.result()
+    found = json.loads(waiting[0].result().splitlines()[-1])
     rows = tuple(
         MeasuredCollective(kind=kind, axis="within", ranks=ranks, bytes=size, seconds=tuple(seconds))
         for kind, size, seconds in found["collectives"]
     )
     return RanksMeasured(rows, tuple(found["overlap"]), found["all_busy"])
+
+
+def _output(process: subprocess.Popen[bytes]) -> bytes:
+    """Returns what a process printed once it has ended.
+
+    Raises:
+        TrainingError: it failed, or did not end in time.
+    """
+    try:
+        said, errors = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise TrainingError(f"collectives between the devices did not end within {_TIMEOUT_S:.0f} s") from None
+    if process.returncode:
+        raise TrainingError(f"collectives between the devices failed: {errors.decode()[-1000:]}")
+    return said
 
 
 def _collectives(ranks: int, device: torch.device) -> Iterator[tuple[Operation, int, Ends]]:
