@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,7 @@ from typing import TypeVar
 from foundation.directory import staged
 from foundation.errors import DataError
 from foundation.lease import SILENT_S, held, newest_lease, wait_until_free
-from foundation.lock import lock_file
+from foundation.lock import NoLocksError, lock_file
 from foundation.remote_directory import (
     Progress,
     fetch,
@@ -64,10 +64,7 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
         StorageError: the store cannot be written to.
     """
     token, place = secrets.token_hex(16), url.rstrip("/")
-    lock: AbstractContextManager[object] = nullcontext()
-    if os.access(run_dir, os.W_OK):  # else no process trains there
-        lock = lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}")
-    with lock:
+    with _without_training(run_dir):
         if working_directory(place) == run_dir:  # what this host knows of the store is this copy
             claim(place, token)
         with held(place, token=token, silent_s=SILENT_S, say=_say) as lease:
@@ -94,6 +91,21 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
                     sent = publish(path, to, progress=progress, trying=checked)
                 sizes |= {f"{CHECKPOINTS}/{path.name}/{name}": size for name, size in sent.items()}
             return sizes | publish(run_dir, place, progress=progress, trying=checked, beside=is_small_name)
+
+
+@contextmanager
+def _without_training(run_dir: Path) -> Iterator[None]:
+    """Keeps processes from training in a run; none can where it cannot be written to."""
+    with ExitStack() as stack:
+        if os.access(run_dir, os.W_OK):
+            try:
+                stack.enter_context(lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}"))
+            except NoLocksError as error:
+                remedy = "when none does, copy the run to a local disk with cp -r, and run this command on the copy"
+                raise DataError(
+                    f"{error.args[0].partition(chr(10))[0]}: a process may train there\n  try: {remedy}"
+                ) from None
+        yield
 
 
 def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
