@@ -182,10 +182,6 @@ def _write(output: Path | None, text: str) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(guarded(partial(main, None)))
-
-
 def ranks_config(arguments: Sequence[str]) -> Config | None:
     """The config that the arguments of the ranks name; None where it is refused, which the ranks report.
 
@@ -223,3 +219,7 @@ def _folder(section: RunSection | None) -> MemoryFolder | None:
     if section is None or section.in_memory_checkpoints is None:
         return None
     return MemoryFolder.of(section.in_memory_checkpoints, section.local_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(partial(main, None)))

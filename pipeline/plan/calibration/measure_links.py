@@ -154,10 +154,6 @@ def main() -> None:
         print(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main()
-
-
 class _Touch(torch.autograd.Function):
     """An operator that takes a weight without computing; its gradient has the weight's size and arbitrary values."""
 
@@ -212,3 +208,7 @@ def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends
         gathers.append(timed(lambda loss=loss: loss.append(root(values)), device) / LAYERS)  # type: ignore[misc]
         scatters.append(timed(lambda loss=loss: loss[0].sum().backward(), device) / LAYERS)  # type: ignore[misc]
     return range_of(gathers[2:]), range_of(scatters[2:])
+
+
+if __name__ == "__main__":
+    main()
