@@ -1,6 +1,6 @@
 """`python -m pipeline check --config F`: prints the resolved run and warnings, or what is wrong with the config.
 
-The rules of the config come first and need no torch; checks of data and model follow.
+The config's rules come first and need no torch; checks of data and model follow.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _check_data(data: DataSection, *, seed: int, steps: int, samples: int) -> No
 def _exact_entries(
     arguments: argparse.Namespace, prepared: PreparedRun, *, processes: int, begun: bool, memory: int | None
 ) -> Iterator[Entry]:
-    """Memory and work of an executed step."""
+    """Entries for the memory and the work of an executed step."""
     from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415  imports torch
     from pipeline.plan.fake_gpu.exact import RunInputs, execute, step_entries  # noqa: PLC0415
     from pipeline.run.before.memory_summary import Executed, memory_entries  # noqa: PLC0415
