@@ -1,6 +1,6 @@
 """Rows of Arrow and Parquet with a list of ids: files of `datasets.save_to_disk`, and Parquet files.
 
-A label belongs to its own position, since Hugging Face's models shift labels. Padding, where attention_mask is 0, is
+A label belongs to its own position, since Hugging Face's models shift labels themselves. Padding (attention_mask 0) is
 dropped.
 """
 

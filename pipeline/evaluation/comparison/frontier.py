@@ -37,8 +37,8 @@ class _LossWindows:
 
     Attributes:
         chosen: indices in the dataset, int64 [n].
+        tokens: token ids of the windows, int64 [n, T + 1].
         kept: indices into `chosen` of the windows whose whole distributions are compared.
-        kept: indices into `chosen` of the windows that are compared distribution by distribution.
     """
 
     chosen: Windows

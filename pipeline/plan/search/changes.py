@@ -52,8 +52,8 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
     Only the layout changes: the loss curve stays the same. For a run that does not fit, changes of one setting are
     tried first, then changes of two.
 
-    None where no change fits, or none makes a fitting run faster.
-        None where nothing fits, or nothing makes a fitting run faster.
+    Returns:
+        None where no change fits, or none makes a fitting run faster.
     """
     single = [each for each in _neighbours(run, costs.widths) if machine.gpu or "compile.enabled" not in each]
     found = [each for sets in single if (each := evaluated(run, costs, machine, sets)) is not None]
