@@ -1,4 +1,4 @@
-"""Saved Hugging Face `datasets` (`save_to_disk`): lists their files, and downloads a builder's data in that form."""
+"""Saved Hugging Face `datasets` (`save_to_disk`): lists their files; downloads a builder's data in that form."""
 
 from __future__ import annotations
 

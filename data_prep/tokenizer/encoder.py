@@ -47,7 +47,7 @@ class Encoder:
         return self.engine.encode(texts)
 
     def check(self, texts: list[str], *, where: str) -> None:
-        """Verifies the engine on some texts (`engine_choice.check_sample`)."""
+        """Verifies the engine on texts (`engine_choice.check_sample`)."""
         check_sample(self.engine, self.folder, texts, parse_special_tokens=self.parse_special_tokens, where=where)
 
 

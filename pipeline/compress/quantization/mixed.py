@@ -33,7 +33,7 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, Det
 
     Returns:
         The plan with the chosen schemes or types, and details for the manifest: budget in bytes, planned bytes, and for
-            each unit the choice, its bytes, and the measured KL divergence of every choice, largest first.
+        each unit the choice, its bytes, and the measured KL divergence of every choice, largest first.
     """
     budget = plan.budget
     assert budget is not None
