@@ -1,1 +1,2 @@
-"""The ground floor: errors, finished directories (manifest, atomic rename), config files, locks, verbs. No torch."""
+"""Imports no other package: errors, finished directories (manifest, atomic rename), config files, locks, verbs. No
+torch."""
