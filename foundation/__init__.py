@@ -1,2 +1,1 @@
-"""Imports no other package: errors, finished directories (manifest, atomic rename), config files, locks, verbs. No
-torch."""
+"""Imports no other package: errors, finished directories (manifest, rename), config files, locks, verbs. No torch."""
