@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def make_state(parameters: int) -> dict[str, Tensor]:
-    """Named tensors, as in an engine's state."""
+    """Makes named tensors like an engine's state."""
     names = [f"model.layers.{n}.weight" for n in range(max(1, parameters // TENSOR))]
     kinds = [named_state.weight_key, *(lambda name, m=m: named_state.moment_key(m, name) for m in ADAMW.states)]
     return {kind(name): torch.randn(2048, 2048) for name in names for kind in kinds}

@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="time for everything")
     parser.add_argument("--only", help="parts and rows, e.g. tests,1b-torch-*")
@@ -109,7 +109,7 @@ def machine(work: Path, env: dict[str, str]) -> dict[str, Any]:
 
 
 def measure(row: Row, arguments: argparse.Namespace, deadline: float, env: dict[str, str]) -> dict[str, Any]:
-    """A row's result, or the reason why it has none."""
+    """Measures a row; returns its result, or the reason why it has none."""
     left, failed = deadline - time.monotonic(), {"name": row.name, "title": row.title, "attempts": []}
     if left < LEAST_S:
         return {**failed, "reason": f"no time left of {arguments.minutes:g} minutes: --only {row.name}"}

@@ -106,7 +106,7 @@ def make_loaders(tokens: Path, arguments: argparse.Namespace) -> dict[str, Gathe
 
 
 def open_tokens(tokens: Path, length: int, *, packing: str = "contiguous") -> DataMixture:
-    """The training samples of a tokens directory."""
+    """Opens the training samples of a tokens directory."""
     return open_mixture(
         parse(DataSection, {"sources": [{"path": str(tokens)}], "sequence_length": length, "packing": packing}), seed=0
     )

@@ -274,7 +274,7 @@ def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -
 
 
 def report_cost(corpus: Corpus, grams: Grams, found: dict[str, Found], *, tokens: int) -> None:
-    """Precision and speed."""
+    """Prints precision and speed."""
     print(f"\n{len(corpus.texts)} documents, {corpus.megabytes:.1f} MB, {tokens / 1e6:.1f}M tokens\n")
     print_head("implementation", "dropped", "precision", "signatures, MB/s", "total, MB/s", "CPU seconds")
     for name, f in found.items():

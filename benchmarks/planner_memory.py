@@ -112,7 +112,7 @@ def layouts(tokens: Path, precision: str, only: str, *, bucket: int | None) -> d
 
 
 def measured_peaks(case: Case, result: CaseResult) -> list[int]:
-    """Bytes of the second step, by rank."""
+    """Reads the bytes of the second step, by rank."""
     files = [result.directory / f"peaks-{rank}.json" for rank in range(case.processes)]
     return [json.loads(file.read_text())[-1] for file in files]
 
@@ -139,7 +139,7 @@ def executed_peaks(cases: list[Case], work: Path) -> list[dict[int, int]]:
 
 
 def resolved(case: Case) -> ResolvedRun:
-    """The run of a case."""
+    """Resolves the run of a case."""
     return resolve(parse(Config, case.config), world_size=case.processes)
 
 

@@ -80,7 +80,7 @@ class PublishedRun:
 
 @cache
 def published() -> tuple[dict[str, str], tuple[PublishedRun, ...]]:
-    """Publication -> address ("" without one), and the runs."""
+    """Reads publication -> address ("" without one), and the runs."""
     known = json.loads(_RUNS.read_text())
     runs = tuple(
         PublishedRun(**{**run, "overrides": (*known["models"][model], *run["overrides"])})

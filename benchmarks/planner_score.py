@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def trained(tokens: Path, work: Path, *, steps: int, rounds: int) -> dict[tuple[str, int], list[Path]]:
-    """(model, processes) -> directories of its runs."""
+    """Trains every run; returns (model, processes) -> directories of its runs."""
     found: dict[tuple[str, int], list[Path]] = {}
     for number in range(rounds):
         for processes in PROCESSES:
@@ -110,7 +110,7 @@ def known(work: Path) -> dict[tuple[str, int], list[Path]]:
 
 
 def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
-    """The table, and the medians."""
+    """Prints the table, and the medians."""
     calibrated = load_machine(str(machine))
     scores = {key: [score(read_measured(path), calibrated) for path in paths] for key, paths in runs.items()}
     first, *_, last = MODELS

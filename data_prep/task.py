@@ -100,7 +100,7 @@ def read_marker(directory: Path) -> Marker | None:
 
 
 def read_marker_file(path: Path, *, remove: Path) -> Marker | None:
-    """The JSON object in a marker, without its checksum, or None if there is no such file.
+    """Reads the JSON object in a marker, without its checksum; None if there is no such file.
 
     Args:
         path: path of the marker.

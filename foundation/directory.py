@@ -174,7 +174,7 @@ def write_manifest(
 
 
 def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
-    """The manifest of a finished directory.
+    """Reads the manifest of a finished directory.
 
     Raises:
         DataError: there is no such directory, it has no manifest, or it has another kind.

@@ -75,7 +75,7 @@ class Lease:
         return self.silent_s / _RENEWALS
 
     def encoded(self) -> bytes:
-        """The lease as the bytes of an object, in JSON."""
+        """Encodes the lease as the bytes of an object, in JSON."""
         return json.dumps(asdict(self)).encode()
 
 

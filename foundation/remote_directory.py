@@ -46,7 +46,7 @@ Progress = Callable[[int], None]
 
 
 def remote_manifest(url: str) -> Manifest:
-    """The manifest of a finished directory in an object store.
+    """Reads the manifest of a finished directory in an object store.
 
     Raises:
         DataError: the manifest is missing or damaged.
@@ -56,7 +56,7 @@ def remote_manifest(url: str) -> Manifest:
 
 
 def manifest_of(place: str, *, kind: str) -> Manifest:
-    """The manifest of a finished directory on a disk or in an object store.
+    """Reads the manifest of a finished directory on a disk or in an object store.
 
     Raises:
         DataError: the manifest is missing, damaged, or of another kind.
@@ -71,7 +71,7 @@ def manifest_of(place: str, *, kind: str) -> Manifest:
 
 
 def find_manifest(url: str) -> Manifest | None:
-    """The manifest of a finished directory in an object store; None without one.
+    """Reads the manifest of a finished directory in an object store; None without one.
 
     Raises:
         DataError: the manifest is damaged.

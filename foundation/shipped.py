@@ -11,7 +11,7 @@ SHARE = Path(__file__).resolve().parents[1] / "headrace" / "share"
 
 
 def find_shipped(path: str | Path) -> Path | None:
-    """The shipped file for a relative path such as `ds_configs/zero3.json`; None if there is none."""
+    """Finds the shipped file for a relative path such as `ds_configs/zero3.json`; None if there is none."""
     path = Path(path)
     if path.is_absolute() or ".." in path.parts:
         return None

@@ -133,7 +133,7 @@ def objects_below(url: str) -> dict[str, Stat]:
 
 
 def stat_object(url: str) -> Stat:
-    """The size and version of an object.
+    """Reads the size and version of an object.
 
     Raises:
         StorageError: the object does not exist, or the store cannot be reached.
@@ -166,7 +166,7 @@ def same_object(url: str, *, size: int, sha256: str) -> bool:
 
 
 def read_object(url: str) -> bytes:
-    """The bytes of a small object.
+    """Reads the bytes of a small object.
 
     Raises:
         FileNotFoundError: the object does not exist.
@@ -178,7 +178,7 @@ def read_object(url: str) -> bytes:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a small file or object; raises the errors of `read_object`, or OSError."""
+    """Reads the bytes of a small file or object; raises the errors of `read_object`, or OSError."""
     return read_object(path) if is_remote(path) else Path(path).read_bytes()
 
 

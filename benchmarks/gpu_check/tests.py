@@ -27,7 +27,7 @@ def gpu_test_files() -> list[str]:
 
 
 def run_tests(work: Path, *, limit_s: float, env: dict[str, str]) -> dict[str, Any]:
-    """Outcome, seconds and reason of every GPU test, and how pytest ended."""
+    """Runs the GPU tests; returns each one's outcome, seconds and reason, and how pytest ended."""
     outcomes = work / "tests.jsonl"
     outcomes.unlink(missing_ok=True)
     options = ["-m", "gpu", "-q", "-p", "benchmarks.gpu_check.tests", "-p", "no:cacheprovider"]

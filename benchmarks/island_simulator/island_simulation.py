@@ -5,9 +5,9 @@ updates and continue. Events are the ends of rounds and exchanges. Between two e
 time: a week of 64 islands takes a moment.
 
 - An exchange begins when the last participant has finished its steps; `island_exchange` computes its cost. The process
-  group of the exchange before is kept if the participants are the same and it is less than 200 s old. With a delay of d
-  steps (Douillard et al. 2025, arXiv:2501.18512) an island trains d steps of the next round during the exchange, and
-  waits only if the exchange takes longer.
+  group of the exchange before is kept if the participants are the same and that exchange was less than 200 s ago. With
+  a delay of d steps (Douillard et al. 2025, arXiv:2501.18512) an island trains d steps of the next round during the
+  exchange, and waits only if the exchange takes longer.
 - With F fragments a part of the parameters is exchanged every H / F steps: the same bytes, in more exchanges.
 - Without waiting (asynchronous) an island sends its change to the holder of the weights and gets the newest weights
   back; the holder's link serves one island after another.

@@ -154,7 +154,7 @@ def compile_template(source: str, tokens: Mapping[str, str | None], **about: Any
 
 
 def read_template(folder: Path) -> str:
-    """The chat template of a tokenizer folder.
+    """Reads the chat template of a tokenizer folder.
 
     Raises:
         DataError: the folder has none.

@@ -140,7 +140,7 @@ class _RuleFactory:
         self._splitters: dict[WordKind, Splitter] = {"whitespace": WHITESPACE, "punctuation": PUNCTUATION}
 
     def make(self, section: config.StepSection, *, field: str) -> Rule:
-        """The rule of a section."""
+        """Makes the rule of a section."""
         match section:
             case config.UnicodeSection():
                 return Repair(section, field=field)

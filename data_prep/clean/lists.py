@@ -13,7 +13,7 @@ from foundation.errors import ConfigError
 
 
 def read_entries(paths: Sequence[str], *, field: str) -> list[str]:
-    """The stripped lines of all files, without empty lines and comments (lines that start with #).
+    """Reads the stripped lines of all files, without empty lines and comments (lines that start with #).
 
     Raises:
         ConfigError: a file is missing, or no file has an entry.

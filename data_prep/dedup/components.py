@@ -192,7 +192,7 @@ def union_pairs(parents: NDArray[Any], first: NDArray[Any], second: NDArray[Any]
 
 
 def find_roots(parents: NDArray[Any], items: NDArray[Any]) -> NDArray[Any]:
-    """The root of each item's tree; the items are attached directly to it (path compression)."""
+    """Finds the root of each item's tree, and attaches the items directly to it (path compression)."""
     found: NDArray[Any] = parents[items]
     while True:
         above = parents[found]

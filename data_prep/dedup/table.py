@@ -88,7 +88,7 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
 
 
 def read_slice(run: int, directory: Path, name: str, *, row: int, within: HashRange) -> TableSlice:
-    """The items of run number `run` in a range of hashes."""
+    """Reads the items of run number `run` in a range of hashes."""
     hashes = map_array(directory / f"{name}.hashes.npy")[row]
     cut = within.cut(hashes[0])
     items = map_array(directory / f"{name}.items.npy")[row, cut]

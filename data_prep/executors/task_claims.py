@@ -220,7 +220,7 @@ class TaskHeartbeat:
 
 
 def read_heartbeats(run_directory: Path) -> list[TaskHeartbeat]:
-    """The heartbeats of all tasks of a run, by task.
+    """Reads the heartbeats of all tasks of a run, by task.
 
     Args:
         run_directory: a directory in `.NAME.job/running`.

@@ -117,7 +117,7 @@ def open_parquet(path: Path) -> tuple[ArrowRows, list[str]]:
 
 
 def open_saved(folder: Path) -> tuple[list[ArrowRows], list[str]]:
-    """The files of a folder of `save_to_disk`, in order, and the names of columns that are not read.
+    """Opens a folder of `save_to_disk`: its files in order, and the names of columns that are not read.
 
     Raises:
         DataError: its state is damaged, a file is missing or damaged, or no column holds lists of ids.

@@ -200,7 +200,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def open_litdata(folder: Path, index: dict[str, Any]) -> list[LitdataChunk]:
-    """The chunks of a folder of litdata, in order.
+    """Opens the chunks of a folder of litdata, in order.
 
     Raises:
         DataError: the chunks hold no ids or are encrypted, or a file is missing or has another size.
@@ -234,7 +234,7 @@ def open_litdata(folder: Path, index: dict[str, Any]) -> list[LitdataChunk]:
 
 
 def open_mds(folder: Path, index: dict[str, Any], *, dtype: str | None) -> tuple[list[MdsShard], list[str]]:
-    """The shards of a folder of MosaicML streaming, in order, and the names of columns that are not read.
+    """Opens a folder of MosaicML streaming: its shards in order, and the names of columns that are not read.
 
     Args:
         dtype: dtype of the ids in a column of bytes, which MDS does not record; None for llm-foundry's default, int64.

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def find_ids(names: Sequence[str], path: Path) -> str:
-    """The name of the column of ids.
+    """Finds the name of the column of ids.
 
     Raises:
         DataError: no column has one of the known names.

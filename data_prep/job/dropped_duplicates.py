@@ -21,7 +21,7 @@ _REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy", SEEN: "s
 
 
 def count_duplicates(job: Job) -> dict[str, int]:
-    """Number of documents dropped as duplicates or as seen, by "step: reason"; empty without deduplication."""
+    """Counts documents dropped as duplicates or as seen, by "step: reason"; empty without deduplication."""
     counts = read_marker(job.duplicates) or {}
     return {f"dedup: {reason}": counts[key] for reason in _REASONS.values() if counts.get(key := reason.split()[0])}
 

@@ -38,7 +38,7 @@ _MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
 
 
 def load_map_markers(job: Job) -> list[Marker]:
-    """The markers of all map tasks, in order.
+    """Loads the markers of all map tasks, in order.
 
     Raises:
         DataError: some tasks have not finished, or have fewer runs than they wrote; too many records were unreadable,
@@ -201,7 +201,7 @@ def _write_dropped(job: Job, tasks: int) -> None:
 
 
 def count_by_reason(markers: list[Marker], key: str) -> dict[str, int]:
-    """The counts of all map tasks by reason, from the dictionaries under `key` in the markers that have the key."""
+    """Sums the counts of all map tasks by reason, from the dictionaries under `key` in the markers that have it."""
     total: Counter[str] = sum((Counter(marker.get(key, {})) for marker in markers), Counter())
     return dict(sorted(total.items()))
 

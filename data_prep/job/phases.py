@@ -144,7 +144,7 @@ def commit_prepared_job(config: CorpusConfig) -> Manifest:
 
 
 def load_prepared_job(config: CorpusConfig) -> Job:
-    """The prepared job of a config.
+    """Loads the prepared job of a config.
 
     Raises:
         DataError: the job was not prepared, or was prepared with another config.

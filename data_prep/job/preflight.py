@@ -26,7 +26,7 @@ _SHOWN = 5  # damaged files shown in a message
 
 
 def resolve_sources(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
-    """The files of every source; None for a builder, whose files do not exist yet.
+    """Lists the files of every source; None for a builder, whose files do not exist yet.
 
     Args:
         without: directories to leave out.

@@ -33,7 +33,7 @@ class PhaseStatus:
 
 
 def report(config: CorpusConfig) -> list[str]:
-    """The progress of a job, as lines of text.
+    """Reports the progress of a job, as lines of text.
 
     Raises:
         DataError: there is neither a job nor an output.
@@ -50,7 +50,7 @@ def report(config: CorpusConfig) -> list[str]:
 
 
 def report_of(directory: Path) -> list[str]:
-    """The progress of a job given by its directory `.NAME.job` or its output NAME, as lines of text.
+    """Reports the progress of a job, given its directory `.NAME.job` or its output NAME, as lines of text.
 
     Raises:
         DataError: there is neither a job nor an output, or job.json is damaged.

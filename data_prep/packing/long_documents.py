@@ -65,7 +65,7 @@ def count_targets(mask: npt.NDArray[np.uint8] | None, starts: I64, tokens: I64) 
 
 
 def describe(entry: dict[str, Any], *, length: int) -> str:
-    """A line on the long documents of a packing, from its manifest; "" if there are none or they were not counted."""
+    """Describes a packing's long documents in a line, from its manifest; "" if there are none or no counts."""
     if not entry.get("long"):
         return ""
     kept = {"cut": "cut into pieces, of which all but the first begin in the middle", "dropped": "left out"}

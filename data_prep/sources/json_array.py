@@ -140,7 +140,7 @@ class _Scanner:
         return self._position + begin, self._count_lines(begin)
 
     def _count_lines(self, until: int) -> int:
-        """Line number at a byte of the buffer; queries must be in ascending order."""
+        """Counts lines up to a byte of the buffer; queries must be in ascending order."""
         self._lines += self._buffer.count(b"\n", self._counted, until)
         self._counted = until
         return self._lines

@@ -43,7 +43,7 @@ class Encoder:
         return len(self.prefix_ids) + len(self.suffix_ids)
 
     def encode(self, texts: list[str]) -> Tokens:
-        """The ids of each text, without BOS and EOS."""
+        """Encodes each text as ids, without BOS and EOS."""
         return self.engine.encode(texts)
 
     def check(self, texts: list[str], *, where: str) -> None:

@@ -20,7 +20,7 @@ REFERENCE = "reference_ids"
 
 
 def load(folder: Path, *, parse_special_tokens: bool = False) -> Any:
-    """The folder's `tokenizers.Tokenizer`, without truncation and padding. It is cached: do not modify it.
+    """Loads a folder's `tokenizers.Tokenizer`, without truncation and padding. It is cached: do not modify it.
 
     Args:
         folder: folder with a tokenizer.json.
@@ -93,7 +93,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path, *, kind: str) -> dict[str, Any]:
-    """The tokenizer's entry in the manifest: fingerprint, vocab_size, eos_id, bos_id, pad_id, kind."""
+    """Makes the tokenizer's entry in the manifest: fingerprint, vocab_size, eos_id, bos_id, pad_id, kind."""
     tokenizer = load(folder)
     entry = {"fingerprint": fingerprint_of_loaded(tokenizer), "vocab_size": vocab_size(tokenizer), "kind": kind}
     return entry | special_ids(folder, tokenizer)

@@ -95,7 +95,7 @@ def texts_of_pieces(model: bytes) -> list[str]:
 
 
 def read_beside(folder: Path) -> bytes | None:
-    """The sentencepiece model in a tokenizer folder, under one of the names that transformers uses; None without one.
+    """Reads the sentencepiece model in a tokenizer folder, by transformers' names for it; None without one.
 
     Llama 3 has a `tokenizer.model` that is not sentencepiece's.
     """
@@ -123,7 +123,7 @@ def reference_model(folder: Path) -> bytes:
 
 
 def open_processor(model: bytes) -> Any:
-    """A `sentencepiece.SentencePieceProcessor` for the bytes of a .model file."""
+    """Opens a `sentencepiece.SentencePieceProcessor` for the bytes of a .model file."""
     return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 

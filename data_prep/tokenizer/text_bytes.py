@@ -51,7 +51,7 @@ class IdBytes:
             return None
 
     def count(self, ids: npt.NDArray[Any], *, documents: int) -> int:
-        """Bytes of the text of some documents; the tokenizer must have all of their ids [n]."""
+        """Counts the bytes of some documents' text; the tokenizer must have all of their ids [n]."""
         counted = np.bincount(ids, minlength=self.sizes.size)
         return int(counted @ self.sizes) - self.spaces * documents
 

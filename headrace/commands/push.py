@@ -86,7 +86,7 @@ def _check_name(repository: str) -> None:
 
 
 def _checked(directory: Path) -> tuple[str, list[str]]:
-    """The type of repository and the files to push, after comparing their sizes and checksums."""
+    """Checks sizes and checksums; returns the type of repository and the files to push."""
     manifest = local_manifest(directory)[1]
     if manifest.kind not in _TYPES:
         remedy = "headrace export, and push the model" if manifest.kind in ("run", "checkpoint") else "headrace copy"

@@ -78,7 +78,7 @@ def entries(state_entries: Sequence[StateEntry], model: nn.Module) -> dict[str, 
 def prepare_to_read(
     state_entries: Sequence[StateEntry], model: nn.Module, directory: Path
 ) -> tuple[dict[str, NamedShard | Tensor], dict[str, NamedShard | Tensor]]:
-    """The tensors to load from a checkpoint, created if the optimizer lacks them, and the scalars."""
+    """Returns the tensors to load from a checkpoint, created if the optimizer lacks them, and the scalars."""
     kinds: dict[str, list[str]] = {}
     for each in read_metadata(directory).tensors:
         kind, _, name = each.key.partition("/")

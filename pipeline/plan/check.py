@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline check`."""
+    """Declares the arguments of `python -m pipeline check`."""
     add_config_arguments(parser)
     parser.add_argument(
         "--processes", type=_at_least_one, metavar="N", help="number of processes (default: as started, or 1)"

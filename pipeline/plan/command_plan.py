@@ -27,7 +27,7 @@ MARGIN = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline plan`."""
+    """Declares the arguments of `python -m pipeline plan`."""
     parser.add_argument("--config", metavar="FILE", type=LOCAL, help="the config: JSON or YAML")
     text = "override one field, e.g. --set run.steps=100 (repeatable)"
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)

@@ -1,12 +1,12 @@
 """Finds the shape that meets a target: one ratio for all axes, then the rest of the budget for the axes that lost most.
 
 1. Every axis that may be cut gets the largest allowed size that is at most r times the original. r is the largest ratio
-whose cost stays within the target. It is found by bisection over the finitely many ratios at which a size changes,
-since the cost grows with every size.
+   whose cost stays within the target. It is found by bisection over the finitely many ratios at which a size changes,
+   since the cost grows with every size.
 2. While a next larger size of one axis still fits, the axis that is smallest beside its original size grows (among
-equals the first in the order of `axes`).
+   equals the first in the order of `axes`).
 3. Coarse sizes may leave more than 5 % of the target unused. Then all combinations of the sizes nearest to the ratio
-are tried as well (four of each axis), and the one nearest to the target is taken; among equals the most even cut.
+   are tried as well (four of each axis), and the one nearest to the target is taken; among equals the most even cut.
 
 No torch.
 """

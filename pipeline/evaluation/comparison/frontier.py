@@ -75,7 +75,7 @@ def frontier(
 
 
 def measure_all(comparison: ModelComparison, *, say: Say = lambda _line: None) -> list[Row]:
-    """The rows of checked models.
+    """Measures checked models; returns their rows.
 
     Raises:
         DataError: a consumer fails.

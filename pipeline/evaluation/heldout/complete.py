@@ -153,7 +153,7 @@ def _end_tokens(tokenizer: Any, eos: int | Sequence[int] | None) -> list[int]:
 
 
 def _check_sampling(args: argparse.Namespace) -> tuple[float, float]:
-    """Temperature and top-p; temperature 0 means greedy decoding."""
+    """Checks and returns temperature and top-p; temperature 0 means greedy decoding."""
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise ConfigError("--temperature", args.temperature, why="it divides the logits", remedy="use 0 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:

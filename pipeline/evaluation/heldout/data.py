@@ -91,7 +91,7 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
 
 
 def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool = False) -> int:
-    """Number of target tokens in windows: all tokens, or only those in the loss mask or within documents.
+    """Counts target tokens in windows: all tokens, or only those in the loss mask or within documents.
 
     Raises:
         DataError: there are no target tokens.
@@ -109,7 +109,7 @@ def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask
 def count_targets_of_each(
     dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool
 ) -> npt.NDArray[np.int64]:
-    """int64 [n]: number of target tokens of each window."""
+    """Counts the target tokens of each window, int64 [n]."""
     if not dataset.masked and not mask_documents:
         return np.full(windows.size, dataset.sequence_length, dtype=np.int64)
     pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))

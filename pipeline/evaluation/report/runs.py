@@ -106,7 +106,7 @@ def read_run(name: str, path: Path) -> RunRecord:
 
 
 def _read(path: Path) -> tuple[dict[str, Series], list[JournalRow]]:
-    """The columns of the steps, and the other rows."""
+    """Reads the columns of the steps, and the other rows."""
     columns, rows = {key: array("d") for key in _SHOWN}, []
     for row in iterate_rows(path):
         if row["kind"] != "step":

@@ -52,7 +52,7 @@ Question = RankedQuestion | GeneratedQuestion
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a file, all of one kind.
+    """Reads the questions of a file, all of one kind.
 
     Raises:
         DataError: the file cannot be read, has no question, or has an invalid line; the message has its number.

@@ -44,7 +44,7 @@ class LeftOut:
 
     @property
     def growth(self) -> float:
-        """Root mean square over the extrapolations of the error beyond the noise, per unit of distance."""
+        """Root mean square, over the extrapolations, of the error beyond the noise per unit of distance."""
         beyond = np.maximum(self.extrapolated**2 - self.noise**2, 0.0)
         return float(np.sqrt(np.mean(beyond / self.distances**2)))
 

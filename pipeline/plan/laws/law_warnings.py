@@ -66,7 +66,7 @@ class Training:
 def training_of(
     batch: BatchSizes, schedule: Schedule, optimizer: OptimizerSection, *, steps: int, parameters_non_embedding: int
 ) -> Training:
-    """The hyperparameters of a resolved run.
+    """Collects the hyperparameters of a resolved run.
 
     Args:
         batch: batch sizes of the run.

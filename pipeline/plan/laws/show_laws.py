@@ -14,7 +14,7 @@ _LABELS = {Quantity.LEARNING_RATE: "learning rate", Quantity.TOKENS: "tokens"}
 
 
 def training_of_plan(planned: PlannedRun) -> Training | None:
-    """The hyperparameters of a planned run, for the laws.
+    """Collects the hyperparameters of a planned run, for the laws.
 
     Returns:
         None where the laws do not apply. They hold for AdamW's rates, for training from initial values on the

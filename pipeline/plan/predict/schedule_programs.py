@@ -51,7 +51,7 @@ def program_of(run: ResolvedRun) -> Program:
 
 @functools.cache
 def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Program:
-    """The program that an engine executes in a step. Needs no process group.
+    """Makes the program that an engine executes in a step. Needs no process group.
 
     Args:
         engine: "torch" or "deepspeed", as in the config.

@@ -157,8 +157,7 @@ def _host_reads(layout: TrafficLayout) -> float:
 
 
 def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in_fp8: bool) -> Passes:
-    """Work of a stage's layers, with the bytes of their activations. `in_fp8`: experts, except their weight
-    gradients."""
+    """Work of a stage's layers; `in_fp8`: whether experts, except their weight gradients, are in fp8."""
     memory, layers = layout.run.config.memory, len(layout.rank.layers)
     tokens = layout.tokens / layout.run.topology.tp
     mode = memory.activation_checkpointing

@@ -32,7 +32,7 @@ READ_BY_REFERENCE = "loss, its state in one process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline prove`."""
+    """Declares the arguments of `python -m pipeline prove`."""
     add_config_arguments(parser)
     parser.add_argument(
         "--processes", type=int, metavar="N", help="processes of the real run (default: the fewest that use every axis)"

@@ -84,7 +84,7 @@ def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: S
 
 
 def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Change | None:
-    """A change with its peak and time; None if a rule refuses it or it does not fit."""
+    """Evaluates a change's peak and time; None if a rule refuses it or it does not fit."""
     try:
         other = applied(run, sets)
         if (
@@ -117,7 +117,7 @@ def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
 
 
 def _batches(run: ResolvedRun) -> Iterator[ConfigTree]:
-    """Other micro-batches of the same global batch, and activation checkpointing."""
+    """Yields other micro-batches of the same global batch, and activation checkpointing."""
     config, micro = run.config, run.batch.micro
     derived = {} if config.gradient_accumulation_steps is None else {"gradient_accumulation_steps": None}
     sizes = {micro * 4, micro * 2, micro // 2, micro // 4, 1} - {0, micro}
@@ -137,7 +137,7 @@ def _sharding(run: ResolvedRun) -> Iterator[ConfigTree]:
 
 
 def _axes(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
-    """Other sizes of an axis, and other schedules of a pipeline."""
+    """Yields other sizes of an axis, and other schedules of a pipeline."""
     sparse = ("ep",) if widths.experts else ()
     for axis in ("tp", "pp", "cp", *sparse):
         size = getattr(run.topology, axis)

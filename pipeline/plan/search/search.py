@@ -106,7 +106,7 @@ def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> ConfigTree | 
 
 
 def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Candidate | None:
-    """A layout with its peak and time; None where a rule refuses it."""
+    """Evaluates a layout's peak and time; None if a rule refuses it."""
     try:
         other = in_layout(run, sets)
         if other.spare or other.batch.padding_rows:
