@@ -205,7 +205,7 @@ def _plan(inspected: InspectedJob) -> Plan:
 
 
 def _group_into_tasks(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
-    """Makes the plan. `seen` sources come first: the first of equal lines is kept, and theirs are not written."""
+    """Makes the plan, `seen` sources first: the first of equal lines counts, and `seen` lines are not written."""
     seen = {source.label for source in config.sources if source.seen}
     ordered = sorted(sources, key=lambda source: source.label not in seen)
     return group(units(ordered, task_bytes=config.task_bytes), task_bytes=config.task_bytes)

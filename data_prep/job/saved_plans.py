@@ -5,8 +5,8 @@
 
 A plan reads the marker of every task of earlier phases: without a saved plan, shares x tasks files on a shared file
 system. A saved plan is used if it was made with this config and version (HASH), and if no directory into which earlier
-phases write has changed since (time of modification), e.g. because a task was removed to be repeated. A process that
-holds the whole job makes its own plans, and removes the saved ones.
+phases write has changed since (time of modification), e.g. because a task was removed to be repeated. A process with
+the job's exclusive lock makes its own plans, and removes the saved ones.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int
     if extension is not None and not wanted.conversation and not wanted.nested_others and _supported(keys):
         *columns, starts = extension.strings(block, keys, 1 if wanted.id is None else 2)
         found = np.frombuffer(starts, np.int64)
-        if wanted.max_bytes is not None and len(block) > wanted.max_bytes:  # the extension skips none of these
+        if wanted.max_bytes is not None and len(block) > wanted.max_bytes:  # take no line that is too long
             sizes = np.diff(found, append=len(block))
             for i in np.flatnonzero(sizes > wanted.max_bytes).tolist():
                 columns[0][i] = None

@@ -54,7 +54,7 @@ class Cleaner:
             location: function that returns the location of a text, for the list.
 
         Returns:
-            The kept, cleaned texts, and the index of each in `texts`; None for the indices if there are no steps.
+            The kept, cleaned texts and the index of each in `texts`; None if there are no steps.
         """
         if self._chain is None:
             return None

@@ -143,8 +143,8 @@ def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) 
     """Bytes copied to add up gradients over micro-batches, which DeepSpeed does in the host's memory.
 
     At stage 3 each micro-batch copies this rank's partition to the host and back, in the dtype of the sums. Below stage
-    3 it copies the gradients of all parameters in the passes' dtype, and from the second micro-batch on first copies
-    the sums back (DeepSpeed 0.19.8, stage3.py: `partition_grads`; stage_1_and_2.py:
+    3 it copies the gradients of all parameters, in the passes' dtype; from the second micro-batch on, the sums are
+    copied back before that (DeepSpeed 0.19.8, stage3.py: `partition_grads`; stage_1_and_2.py:
     `async_accumulate_grad_in_cpu_via_gpu`).
     """
     count = run.batch.accumulation

@@ -242,7 +242,7 @@ def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> ConfigTr
         replaced[need] = _MOMENTUM
         notes.append(f"{given} without {need} keeps no state that shows the first gradient: proven with {_MOMENTUM}")
     if optimizer.kind.l2_decay and optimizer.params.weight_decay > _SGD_DECAY:
-        # with decay 0.1 and clipping to a fiftieth, rounding of their sum was measured as 2.6e-5 of the gradient
+        # with decay 0.1 and clipping to a fiftieth, rounding of gradient plus decay was 2.6e-5 of the gradient
         replaced["weight_decay"] = _SGD_DECAY
         notes.append(f"in {given}'s momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")
     return replaced

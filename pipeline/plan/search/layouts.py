@@ -109,7 +109,7 @@ def _axes(run: ResolvedRun, machine: Machine) -> Iterator[Axes]:
 def _options(
     run: ResolvedRun, machine: Machine, features: Sequence[frozenset[str]], mesh: Axes
 ) -> Iterator[tuple[str, int | None, str]]:
-    """Yields (schedule, hybrid shard size, device of the optimizer's states) of all rows of the table."""
+    """Yields each (schedule, hybrid shard size, device of optimizer states) that a row of the table allows."""
     known = frozenset().union(*features)
     assert known <= FEATURES.keys()
     searched = [name for name, kind in SCHEDULES.items() if kind.searched]
