@@ -35,7 +35,7 @@ from data_prep.tasks.sorted_runs import SortedRunPaths
 from foundation.errors import DataError
 
 Facts = dict[str, Any]
-"""JSON. `lines`: number of compared lines; `runs` and `documents`: one of each for every map task; `read` and `kept`:
+"""JSON. `lines`: number of compared lines; `runs` and `documents`: numbers for each map task; `read` and `kept`:
 [sources, splits, 3], documents, tokens and bytes before and after deduplication; `shards`: see `Shard`. Each phase has
 only the facts that it needs."""
 

@@ -197,7 +197,7 @@ def _score(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options that exclude each other or have impossible values."""
+    """Refuses combinations of options that are not allowed, and impossible values."""
     _check_score(arguments)
     if arguments.config is None and not arguments.calibrate and not arguments.score:
         raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate, or --score")

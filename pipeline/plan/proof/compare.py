@@ -53,8 +53,8 @@ class Comparison:
 def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     """The gradient of the first step by tensor, fp32, before clipping.
 
-    After one step the first state is (1 - beta) times the clipped gradient: AdamW has its first beta, Lion its second,
-    and Muon's matrices the momentum. With beta 0 the state is the gradient. SGD's momentum is the clipped gradient plus
+    After one step the first state is (1 - beta) times the clipped gradient. beta is AdamW's first, Lion's second, and
+    the momentum of Muon's matrices. With beta 0 the state is the gradient. SGD's momentum is the clipped gradient plus
     the weight decay. The clipping factor follows from the norm. Elements that the state lacks are NaN.
     """
     directory = result.state(1)
