@@ -32,15 +32,15 @@ from pipeline.runtime.machines.machine import OVERLAP, MeasuredCollective, Opera
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the whole tensor of a collective."""
 LARGEST_ON_GPUS = 1 << 28
-"""Bytes of a further size on GPUs; a CPU would take seconds for it."""
+"""Bytes of an additional size on GPUs; a CPU would take seconds for it."""
 _TIMEOUT_S = 600.0
 """Seconds after which the processes are killed, imports included: only a hang takes so long."""
 _REPEATS = 31
 """Number of measurements of a collective."""
 LAYERS = 4
-"""Units in sequence, as in a model: the buffers of one are free when the next needs some."""
+"""Number of units in sequence, as in a model: the buffers of one unit are free when a later one needs some."""
 REPEATS = 21
-"""Forward and backward passes that are measured at each size."""
+"""Number of forward and backward passes that are measured at each size."""
 _WIDTH = 64
 
 
@@ -51,8 +51,8 @@ class RanksMeasured:
     Attributes:
         collectives: seconds of collectives by kind and size; empty for a single device.
         overlap: share of an all-reduce that products hide: low, typical and high.
-        all_busy: rates of products and of copies on all devices at the same time, over those of one device alone; at
-            most 1, and empty for a single device.
+        all_busy: rates of products and of copies on all devices at the same time, over the rates of one device alone;
+            at most 1, and empty for a single device.
     """
 
     collectives: tuple[MeasuredCollective, ...]
@@ -107,9 +107,9 @@ def _output(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _collectives(ranks: int, device: torch.device) -> Iterator[tuple[Operation, int, Ends]]:
-    """Measures every kind at every size; on a CPU all-gathers and reduce-scatters as FSDP2 runs them.
+    """Measures every kind of collective at every size; on a CPU, all-gathers and reduce-scatters as FSDP2 runs them.
 
-    On a GPU the host runs ahead of them, and FSDP2's copies take little time beside the links.
+    On a GPU the host runs ahead of the collectives, and FSDP2's copies take little time beside the links.
     """
     unit = 256 * ranks  # shards of equal size
     for least in (*SIZES, LARGEST_ON_GPUS) if device.type == "cuda" else SIZES:
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 class _Touch(torch.autograd.Function):
-    """An operator that takes a weight without computing; its gradient has the weight's size and arbitrary values."""
+    """An operator that takes a weight without computing; the weight's gradient has its size and arbitrary values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ class _Layer(nn.Module):
 def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends]:
     """Least, median and most seconds of an all-gather of a unit's weights, and of a reduce-scatter of its gradients.
 
-    On a CPU new buffers and copies take as long as the collective, and torch builds gloo's reduce-scatter from an
-    all-reduce.
+    On a CPU, allocating new buffers and copying take as long as the collective, and torch builds gloo's reduce-scatter
+    from an all-reduce.
 
     Collective: all ranks call it.
 
@@ -200,7 +200,7 @@ def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends
     fully_shard(root, mesh=mesh, reshard_after_forward=False)
     for module in (*root, root):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # as the engine: gloo has no scaled sum
+        module.set_force_sum_reduction_for_comms(True)  # as in the engine: gloo has no scaled sum
     values = torch.ones(1, device=device, requires_grad=True)
     gathers, scatters = [], []
     for _ in range(2 + REPEATS):
