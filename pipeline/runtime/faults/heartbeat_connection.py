@@ -24,11 +24,11 @@ _START_S = 60.0
 _CONNECT_S = 5.0
 """Connection timeout for each address of the server, in seconds."""
 _MOST_ANSWER = 4096
-"""Bytes without an end of line after which the other side is another program."""
+"""Number of bytes without an end of line after which the other side counts as another program."""
 _STRANGERS = 128
-"""Connections of other programs that may wait to be accepted beside those of all ranks."""
+"""Number of pending connections of other programs that may wait beside the connections of all ranks."""
 _HEARTBEATS_PER_SECOND = 256
-"""Heartbeats that the server takes per second at most; with more ranks each sends fewer."""
+"""Largest number of heartbeats per second at the server; with more ranks each rank sends fewer."""
 
 
 def start_heartbeat_server(
@@ -98,7 +98,7 @@ def heartbeat_timeout(config: WatchdogSection, world_size: int) -> float:
 def connect(
     address: ServerAddress, registration: Message, *, local: bool
 ) -> tuple[socket.socket, MessageDecoder] | None:
-    """A connection on which the server has confirmed the registration, or None when no address leads to the server.
+    """Opens a connection and registers on it; None when no address leads to the server.
 
     Args:
         address: address of the server.
@@ -124,7 +124,7 @@ def connect(
 
 
 def _registered(connection: socket.socket, decoder: MessageDecoder, token: str) -> bool:
-    """Whether this is our server: a host name may lead to another host, and the port there to another program."""
+    """Tells whether this is our server: a host name may lead to another host, and its port to another program."""
     while (data := connection.recv(4096)) and len(decoder.incomplete) < _MOST_ANSWER:
         for message in decoder.feed(data):
             return isinstance(message, dict) and message.get("registered") == token
@@ -137,6 +137,6 @@ def _addresses(master: str, bound: str) -> tuple[str, ...]:
     found = [master, name]
     with suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    if bound not in ("::", "0.0.0.0"):  # this host's own name may lead to its loopback alone
+    if bound not in ("::", "0.0.0.0"):  # this host's name may resolve only to its loopback address
         found.append(bound)
     return tuple(dict.fromkeys(found))
