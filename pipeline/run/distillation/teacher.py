@@ -74,7 +74,7 @@ class Teacher:
 
     @torch.no_grad()
     def targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The teacher's last hidden states [B, T, D]; of an architecture that caps its logits these, [B, T, V]."""
+        """Returns the teacher's last hidden states [B, T, D], or logits [B, T, V] if the architecture caps them."""
         decoder, head = self._made
         if head is None:
             return (decoder.logits(batch.input_ids, batch),)
