@@ -20,7 +20,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains; returns the exit code."""
+    """Trains the model; returns the exit code."""
     resolved = resolve_run(arguments)
     if resolved.config.distill is not None:
         remedy = "start pipeline/distill.py with this config, or remove the section"

@@ -98,7 +98,7 @@ def resolve_batch(
         dp: data-parallel ranks.
         elastic: whether to pad a batch that does not divide, and derive the accumulation from dp.
         min_micro_batches: smallest accumulation that the pipeline schedule supports.
-        multiple_of: number of which the accumulation has to be a multiple.
+        multiple_of: number that must divide the accumulation.
         model_ranks: processes of one data rank, pp x cp x tp, for remedies.
 
     Raises:

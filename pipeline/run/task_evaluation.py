@@ -185,7 +185,7 @@ class TaskEvaluation:
         return gathered
 
     def _prompts(self, task: EncodedTask, each: ForwardPass, dp_rank: int) -> tuple[Prompts, Tensor]:
-        """This rank's prompts of a pass, and their numbers; shorter ones follow padding, which is another document."""
+        """Returns this rank's prompts of a pass and their numbers; padding before short prompts is another document."""
         numbers = each.requests[dp_rank]
         longest = max(len(task.ids[number]) for own in each.requests for number in own.tolist())
         ids, begun = np.zeros((each.rows, longest), dtype=np.int64), np.zeros((each.rows, 1), dtype=np.int64)

@@ -128,7 +128,7 @@ class Agent:
                 self.tick()  # reading a thousand files takes seconds
         self._led = time.monotonic()
         if any(map(self.files.unknown, others)):
-            return None  # this node has just begun to lead, and has not looked at all others long enough
+            return None  # this node has just begun to lead, and has not watched all others long enough
         alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
         plan, rivals = newest([state.plan for state in alive.values()])
         if plan.version > self._state.plan.version or self.files.failing:
@@ -172,7 +172,7 @@ class Agent:
         slurm.ask_for(self.terms.wanted - len(usable), guests=guests, excluded=[*plan.excluded, *usable], say=self.say)
 
     def _waited(self, plan: RanksPlan, alive: Mapping[str, NodeState]) -> float:
-        """Seconds since the first exit of a start was seen here."""
+        """Returns the seconds since this node first saw an exit of a start."""
         if not any(alive[node].codes for node in plan.members if node in alive and alive[node].start == plan.start):
             return 0.0
         if self._exit_seen[0] != plan.start:
@@ -193,7 +193,7 @@ class Agent:
             self.say(f"start {plan.start} on {', '.join(plan.members)}{rest}{left} ({plan.reason})")
 
     def _left_alone(self) -> bool:
-        """Whether no node of the run's own job has been alive for some time."""
+        """Tells whether no node of the run's own job has been alive for some time."""
         states = (self.files.read(node) for node in self.files.nodes if node != self.node)
         if any(state is not None and not state.guest for state in states):
             self._host_seen = time.monotonic()

@@ -136,7 +136,7 @@ class StateFiles:
             self._failed_s, self.failing = time.monotonic() - self._failed_at, False
 
     def _now(self) -> float:
-        """This node's clock, which stands still while its own file cannot be written."""
+        """Reads this node's clock, which stops while its own file cannot be written."""
         return self._failed_at if self.failing else time.monotonic() - self._failed_s
 
     def _replace(self, state: NodeState) -> None:
@@ -181,7 +181,7 @@ class StateFiles:
         return state if since is not None and self._now() - since <= self._dead_s else None
 
     def unknown(self, node: str) -> bool:
-        """Whether a node has been watched for too short a time to tell whether it is alive."""
+        """Tells whether a node has been watched too briefly to know whether it is alive."""
         _, since = self._heard.get(node, (None, None))
         return since is None and self._now() - self._looked.get(node, self._now()) < self._dead_s / 2
 

@@ -52,7 +52,7 @@ class Questions:
         return None
 
     def step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
+        """Reads the step of the newest checkpoint; 0 without a checkpoint."""
         word, _, run_dir = self._check("--progress").stdout.rstrip("\n").partition(" ")
         self._run_dir = Path(run_dir) if run_dir else self._run_dir
         return int(word) if word.isdecimal() else 0

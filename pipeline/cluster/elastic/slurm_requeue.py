@@ -94,7 +94,7 @@ class SlurmJob:
             say(f"job {number} is queued for another node")
 
     def _note_failed(self, jobs: Sequence[Sequence[str]], *, say: Say) -> None:
-        """Names each job for another node that has failed since the last look, and avoids its node."""
+        """Reports jobs for other nodes that have failed since the last check, and avoids their nodes."""
         for number, state, *nodes in jobs:
             if state == "FAILED" and number in self._joining:
                 self._failed.update(nodes)
@@ -196,7 +196,7 @@ class SlurmJob:
         return self.commands.run(command, environ=kept, timeout_s=_TIMEOUT_S)
 
     def _nodes(self) -> list[str]:
-        """The nodes of the job, as Slurm knows them."""
+        """Lists the nodes of the job, as Slurm knows them."""
         listed = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").stdout.strip()
         return self._run("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
 

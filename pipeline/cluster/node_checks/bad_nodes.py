@@ -45,7 +45,7 @@ class BadNode:
 
 
 def read_bad_nodes(run_dir: Path) -> dict[str, BadNode]:
-    """Node -> its entry; empty where there is no list.
+    """Reads node -> its entry; empty where there is no list.
 
     Raises:
         DataError: the list is damaged.
@@ -61,7 +61,7 @@ def read_bad_nodes(run_dir: Path) -> dict[str, BadNode]:
 
 
 def nodes_left_out(run_dir: Path) -> dict[str, str]:
-    """Node -> why it is left out."""
+    """Reads node -> why it is left out."""
     return {node: entry.reason for node, entry in read_bad_nodes(run_dir).items() if entry.left_out}
 
 

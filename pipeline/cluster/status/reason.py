@@ -1,4 +1,4 @@
-"""One line that says why the last attempt of a run ended."""
+"""One line with the reason why the last attempt of a run ended."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class RunStatus:
         return None if self.newest is None else self.newest.step
 
     def plain(self) -> dict[str, Any]:
-        """The status as a JSON object."""
+        """Converts the status to a JSON object."""
         found: dict[str, Any] = plain(self)
         derived = {name: getattr(self, name) for name in ("finished", "checkpoint_step")}
         if self.goodput is not None:

@@ -65,7 +65,7 @@ def step_text(status: RunStatus) -> str:
 
 
 def state_text(status: RunStatus) -> str:
-    """The state of a run in one word or two, for a table."""
+    """Names the state of a run in one or two words, for a table."""
     if status.training:
         return "training"
     waiting = next((job for job in status.jobs if job.state == "PENDING"), None)

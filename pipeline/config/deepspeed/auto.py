@@ -186,7 +186,7 @@ def _batch(raw: Mapping[str, Any], named: list[str], size: int | None) -> Config
 def _sizes(raw: Mapping[str, Any]) -> ConfigTree:
     """Derives bucket sizes from the model's hidden size D like the Trainer: D x D, 0.9 x D x D and 10 x D elements."""
     hidden = _hidden_size(raw.get("model"))
-    if hidden is None or raw.get("engine") == "torch":  # FSDP2 has no such sizes
+    if hidden is None or raw.get("engine") == "torch":  # FSDP2 has no bucket sizes
         return {}
     reduce = {"zero_optimization.reduce_bucket_size": hidden * hidden}
     zero = raw.get("zero_optimization")

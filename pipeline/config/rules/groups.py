@@ -90,7 +90,7 @@ def refuse_rollback(anomalies: AnomaliesSection, *, why: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can connect to an address."""
+    """Tells whether only this host can connect to an address."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:

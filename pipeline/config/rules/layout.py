@@ -69,7 +69,7 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _expert_size(config: Config) -> int:
-    """Size of the axis ep."""
+    """Returns the size of the axis ep."""
     return _size(config, "ep", "expert_parallel.autoep_size", config.expert_parallel.size)
 
 
@@ -101,7 +101,7 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
 
 
 def _experts(config: Config) -> int | None:
-    """Number of experts of a layer; None where `model.config` does not give it."""
+    """Returns the number of experts of a layer; None where `model.config` does not give it."""
     given = config.model.config or {}
     counts = (given.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     return next((count for count in counts if isinstance(count, int) and count > 0), None)

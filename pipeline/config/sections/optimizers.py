@@ -164,7 +164,7 @@ def kind_of(optimizer: Mapping[str, Any]) -> OptimizerKind:
         optimizer: `type` (AdamW without one) and `params`.
 
     Raises:
-        KeyError: no such type.
+        KeyError: the type is unknown.
     """
     kind, params = OPTIMIZERS[optimizer.get("type", "AdamW")], optimizer.get("params") or {}
     return kind if kind.states_need is None or params.get(kind.states_need) else replace(kind, states=())

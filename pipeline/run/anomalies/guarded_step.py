@@ -70,7 +70,7 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
         return {"event": "rollback", "bad_step": self.step, **self._row, "action": "rollback", "skips": skips.plain()}
 
     def message(self, checkpoint_step: int) -> str:
-        """The message about the rollback, for people."""
+        """Formats the message about the rollback, for people."""
         window = self._skips.data_step(self.step) - self._skips.data_step(checkpoint_step + 1) + 1
         action = f"rolling back from step {self.step} to step {checkpoint_step}, skipping the data of {window} steps"
         return f"step {self.step}: {self._anomaly}\n  {action}"
@@ -201,7 +201,7 @@ class GuardedStepper:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain JSON, for a checkpoint: a resumed run takes the same decisions as an uninterrupted one."""
+        """Returns the state as JSON, for a checkpoint: a resumed run then decides like an uninterrupted one."""
         return {**self._detector.state_dict(), "streak": self._streak.count, "last_bad": self._streak.last}
 
     def load_state_dict(self, state: Mapping[str, Any], *, after: Rollback | None = None) -> None:

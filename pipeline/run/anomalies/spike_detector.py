@@ -114,7 +114,7 @@ class SpikeDetector:
         self._history["grad_norm"].append(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain JSON; `load_state_dict` restores it exactly."""
+        """Returns the state as plain JSON; `load_state_dict` restores it exactly."""
         return {**{what: list(values) for what, values in self._history.items()}, "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

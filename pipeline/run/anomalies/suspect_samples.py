@@ -103,7 +103,7 @@ class RunSamples:
         """Opens a run.
 
         Raises:
-            DataError: there is no such run, or its data is missing or has changed.
+            DataError: the run does not exist, or its data is missing or has changed.
         """
         manifest = read_manifest(run_dir, kind="run")
         config = parse(Config, manifest.config)
@@ -120,7 +120,7 @@ class RunSamples:
         """Yields the samples of the steps from first to last.
 
         Raises:
-            DataError: the run has no such steps.
+            DataError: the run does not have these steps.
         """
         if not 1 <= first <= last <= self.run.steps:
             raise DataError(f"the run has steps 1 to {self.run.steps}, not {first} to {last}")

@@ -151,7 +151,7 @@ class _MatchingSizes:
         return self.run.batch.micro * self.run.batch.sequence_length // self.run.topology.cp
 
     def layers(self, field: str, given: LayerMap) -> int:
-        """Number of mapped layers."""
+        """Returns the number of mapped layers."""
         depths = {"student": self.student["num_hidden_layers"], "teacher": self.teacher["num_hidden_layers"]}
         return len(layer_map(field, given, **depths))
 

@@ -89,7 +89,7 @@ class Sampler:
         self._place, self._seen, self._drawn = place, 0, []
 
     def tokens(self) -> Tensor:
-        """The tokens drawn in the last forward pass, int64 [n]; equal on all ranks that share the vocabulary."""
+        """Returns the tokens that the last forward pass drew, int64 [n]; equal on all ranks of the vocabulary."""
         return torch.cat(self._drawn)
 
     def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:

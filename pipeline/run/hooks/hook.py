@@ -78,7 +78,7 @@ class Hook:
     """Does nothing at any point. A feature overrides the methods of its points."""
 
     def start(self, step: int) -> None:
-        """Called before the first step of this attempt, with the last finished step. Collective."""
+        """Is called before the first step of this attempt, with the last finished step. Collective."""
 
     def batches(self, steps: Iterable[StepBatch]) -> Iterable[StepBatch]:
         """Returns the iterable of batches, which a hook may wrap."""
@@ -97,7 +97,7 @@ class Hook:
         return False
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:
-        """Called when a step's numbers are known. Collective.
+        """Is called when a step's numbers are known. Collective.
 
         Args:
             numbers: numbers of the step, to be read and completed.
@@ -105,11 +105,11 @@ class Hook:
         """
 
     def after_step(self, step: int) -> None:
-        """Called after every step, before its exchange and its save. Collective."""
+        """Is called after every step, before its exchange and its save. Collective."""
 
     def outside_step(self) -> AbstractContextManager[None]:
         """Returns a context manager around a save, an evaluation or an exchange."""
         return nullcontext()
 
     def end(self, step: int) -> None:
-        """Called once the last step of this attempt is saved; not after an error or before a rollback. Collective."""
+        """Is called once the attempt's last step is saved; not after an error or before a rollback. Collective."""

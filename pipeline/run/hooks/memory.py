@@ -30,7 +30,7 @@ class AgreedPeak(Hook):
         self._agreed = 0  # the last step begun when the known peak was found; flags up to it are out of date
 
     def flag(self) -> bool:
-        """Whether this rank's peak exceeds the known one by more than `GROWTH`."""
+        """Tells whether this rank's peak exceeds the known peak by more than `GROWTH`."""
         return any(value > GROWTH * self._known.get(name, 0) for name, value in self._read().items())
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:

@@ -95,7 +95,7 @@ class _State:
     sent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def rate(self) -> float:
-        """Bytes per second sent in the last `_RATE_S` seconds."""
+        """Computes the bytes per second sent in the last `_RATE_S` seconds."""
         now = time.monotonic()
         while self.sent and now - self.sent[0][0] > _RATE_S:
             self.sent.popleft()

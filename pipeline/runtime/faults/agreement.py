@@ -58,7 +58,7 @@ class Agreement:
         self.device = device
 
     def max_over_ranks(self, *values: int) -> list[int]:
-        """The maximum of each value over all ranks. Collective."""
+        """Computes the maximum of each value over all ranks. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return list(values)
         reduced = torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -75,5 +75,5 @@ class Agreement:
         return HostCopy(reduced)
 
     def requested_stop(self, signals: StopSignals) -> Stop:
-        """The strongest stop signal that any rank has received. Collective."""
+        """Returns the strongest stop signal that any rank has received. Collective."""
         return Stop(self.max_over_ranks(signals.requested)[0])

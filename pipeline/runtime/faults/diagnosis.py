@@ -31,7 +31,7 @@ Kind = Literal["died", "silent", "stuck", "failed", "lost"]
 
 
 def thread_stack(thread: int) -> tuple[str, ...]:
-    """The innermost calls of a thread of this process, as "file:line in function"; empty when it has ended."""
+    """Returns the innermost calls of a thread of this process, as "file:line in function"; empty if it has ended."""
     frame: FrameType | None = sys._current_frames().get(thread)
     lines: list[str] = []
     while frame is not None:
@@ -53,12 +53,12 @@ def parse_faulthandler_dump(dump: Iterable[str], *, thread: int) -> tuple[str, .
 
 
 def is_waiting(stack: Sequence[str]) -> bool:
-    """Whether the innermost calls wait for other ranks, as far as Python can tell."""
+    """Tells whether the innermost calls wait for other ranks, as far as Python can tell."""
     return any(mark in line for line in stack[:4] for mark in _WAITING)
 
 
 def in_debugger(stack: Iterable[str]) -> bool:
-    """Whether the thread is stopped in a Python debugger."""
+    """Tells whether the thread is stopped in a Python debugger."""
     return any(mark in line for line in stack for mark in _DEBUGGERS)
 
 

@@ -16,7 +16,7 @@ FILES = "flight-recorder-rank-"
 
 
 def pending_collective() -> str:
-    """The oldest collective of this rank that has not ended; empty if there is none, or no recorder."""
+    """Returns this rank's oldest collective that has not ended; empty without such a collective or a recorder."""
     return describe_pending(_traces())
 
 

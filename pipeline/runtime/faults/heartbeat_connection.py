@@ -77,7 +77,7 @@ def start_heartbeat_server(
 
 
 def find_heartbeat_server(rendezvous: Rendezvous) -> ServerAddress | None:
-    """The address that rank 0 has published; None where there is no server."""
+    """Returns the address that rank 0 has published; None where there is no server."""
     value = store_call(lambda: rendezvous.store.get(_KEY), default=b"", timeout_s=_START_S)
     try:
         return ServerAddress.from_json(json.loads(value)) if value else None
@@ -86,12 +86,12 @@ def find_heartbeat_server(rendezvous: Rendezvous) -> ServerAddress | None:
 
 
 def heartbeat_interval(world_size: int) -> float:
-    """Seconds between the heartbeats of one rank."""
+    """Returns the seconds between the heartbeats of one rank."""
     return max(1.0, world_size / _HEARTBEATS_PER_SECOND)
 
 
 def heartbeat_timeout(config: WatchdogSection, world_size: int) -> float:
-    """Seconds of silence after which the other end counts as lost: several heartbeats may be late."""
+    """Returns the seconds of silence after which the other end counts as lost: several heartbeats may be late."""
     return max(config.heartbeat_timeout, 4 * heartbeat_interval(world_size))
 
 
@@ -132,7 +132,7 @@ def _registered(connection: socket.socket, decoder: MessageDecoder, token: str) 
 
 
 def _addresses(master: str, bound: str) -> tuple[str, ...]:
-    """Names and IP addresses of this host, in the order in which other hosts should try them."""
+    """Returns names and IP addresses of this host, in the order in which other hosts should try them."""
     name = socket.gethostname()
     found = [master, name]
     with suppress(OSError):

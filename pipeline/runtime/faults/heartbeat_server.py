@@ -288,7 +288,7 @@ class HeartbeatServer:
 
 
 def is_paused(monitored: Sequence[RankStatus]) -> bool:
-    """Whether the run is paused on purpose: one of its ranks by a debugger, or all ranks by a signal (SIGSTOP).
+    """Tells whether the run is paused on purpose: a rank by a debugger, or all ranks by a signal (SIGSTOP).
 
     Only ranks on this machine can be checked.
     """
@@ -302,7 +302,7 @@ def is_paused(monitored: Sequence[RankStatus]) -> bool:
 
 
 def _has_own_error(status: RankStatus) -> bool:
-    """Whether a rank has failed with an error that is not a consequence of another rank's failure."""
+    """Tells whether a rank has failed with an error that is not a consequence of another rank's failure."""
     return status.error is not None and not status.secondary
 
 

@@ -59,17 +59,17 @@ class ServerAddress:
     interval_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """The address as a JSON object."""
+        """Converts the address to a JSON object."""
         return {"port": self.port, "token": self.token, "hosts": self.hosts, "interval_s": self.interval_s}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The address from its JSON object."""
+        """Reads the address from its JSON object."""
         return cls(fields["port"], fields["token"], tuple(fields["hosts"]), fields["interval_s"])
 
 
 def registration(rank: int) -> Message:
-    """The first message of a rank: the identity of this process."""
+    """Builds the first message of a rank: the identity of this process."""
     return {
         "rank": rank,
         "host": socket.gethostname(),

@@ -37,7 +37,7 @@ def progress_from_io(report_progress: Callable[[], None]) -> Iterator[None]:
 
 
 def _io_bytes() -> list[int]:
-    """Input and output bytes of this process as counted by Linux; constant on other systems."""
+    """Reads Linux's counters of this process's input and output bytes; constant on other systems."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

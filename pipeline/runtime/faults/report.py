@@ -113,7 +113,7 @@ def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) ->
 
 
 def print_report(text: str) -> None:
-    """Writes the report to the error file that the launcher has asked for, else to stderr."""
+    """Writes the report to the launcher's error file if there is one, otherwise to stderr."""
     if ERROR_FILE in os.environ:
         Path(os.environ[ERROR_FILE]).write_text(text)
         return

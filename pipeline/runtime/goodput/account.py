@@ -1,6 +1,6 @@
 """Goodput: accounts for the wall clock of a run's directory, over all its attempts.
 
-    goodput = seconds of the steps that the final history has, less what they waited for / seconds since the first start
+    goodput = (seconds of the steps in the final history - seconds of their waits) / seconds since the first start
 
 "Goodput" has the meaning of Google's ML Productivity Goodput (2024), for the run's own hardware; ByteRobust
 (arXiv:2509.16293) calls this quotient ETTR, the effective training time ratio. The categories are disjoint, and their
@@ -72,7 +72,7 @@ class TimeSpent:
         return self.productive / self.wall if self.wall > 0 else 0.0
 
     def __add__(self, other: TimeSpent) -> TimeSpent:
-        """Sum of two accounts, category by category."""
+        """Adds two accounts, category by category."""
         return TimeSpent(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 

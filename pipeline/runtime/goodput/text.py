@@ -41,5 +41,5 @@ def goodput_text(goodput: Goodput) -> str:
 
 
 def percent(share: float) -> str:
-    """A fraction as "93.1 %"."""
+    """Formats a fraction as "93.1 %"."""
     return f"{100 * share:.1f} %"

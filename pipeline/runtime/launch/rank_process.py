@@ -43,7 +43,7 @@ class RankProcess:
         return self.process.poll() not in (None, 0)
 
     def error_text(self) -> str:
-        """The rank's error, or the end of its output where it has written no error."""
+        """Reads the rank's error, or the end of its output if it has written no error."""
         if self.error.exists():
             return self.error.read_text(errors="replace").rstrip()
         if self.output is None or not self.output.exists():

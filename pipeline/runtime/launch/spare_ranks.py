@@ -71,7 +71,7 @@ class _EndPoller(threading.Thread):
         self.run_ended.set()
 
     def silence_s(self) -> float:
-        """Seconds since the store's last answer."""
+        """Returns the seconds since the store's last answer."""
         return time.monotonic() - self._last_answer
 
 

@@ -16,7 +16,7 @@ _CALIBRATE = "headrace plan --calibrate --machine FILE.json measures the present
 
 
 def known_machines() -> list[str]:
-    """Names of the machines that are shipped."""
+    """Lists the names of the shipped machines."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
@@ -66,7 +66,7 @@ def machine_of_device(device_name: str) -> Machine | None:
         return None
     named = [(name, each) for each in map(_shipped, known_machines()) for name in each.devices]
     fits = [(name, each) for name, each in named if set(name.split()) <= words]
-    # "H100 PCIe" says more than "H100"
+    # "H100 PCIe" is more specific than "H100"
     return max(fits, key=lambda pair: len(pair[0].split()))[1] if fits else None
 
 

@@ -232,7 +232,7 @@ class Machine(Section):
         return self.measured is not None or self.scored is not None
 
     def as_best_published(self) -> Machine | None:
-        """This machine at the efficiency of the best published runs of other engines; None where none is known."""
+        """Returns this machine at the efficiency of other engines' best published runs; None if no run is known."""
         if self.best is None:
             return None
         given = {name: value for name, value in self.best if value is not None}

@@ -39,7 +39,7 @@ class _StepMeasurements:
         return not self.events or bool(self.events[-1][1].query())
 
     def total(self) -> float:
-        """Seconds of all forward passes."""
+        """Sums the seconds of all forward passes."""
         on_device: float = sum(start.elapsed_time(end) for start, end in self.events) / 1e3
         return self.seconds + on_device
 

@@ -47,7 +47,7 @@ def resident_peak() -> int:
 
 
 def show_memory(values: dict[str, int]) -> str:
-    """Formats peaks for people: "mem 61.2 GiB (64.0 reserved)", or "RSS 0.9 GiB"; empty without any."""
+    """Formats peaks for people: "mem 61.2 GiB (64.0 reserved)", or "RSS 0.9 GiB"; empty without peaks."""
     if "memory_resident_bytes" in values:
         return f"RSS {values['memory_resident_bytes'] / _GIB:.1f} GiB"
     if "memory_allocated_bytes" not in values:

@@ -64,7 +64,7 @@ def profiled(*, gpu: bool) -> Iterator[list[Span]]:
     if torch.autograd._profiler_enabled():  # a second, concurrent profiler ends in a segmentation fault
         yield found
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs to stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs to stderr when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     profiler = profile(activities=activities)  # acc_events=True would cost ten times as much
     profiler.start()
@@ -170,7 +170,7 @@ class CoreClock:
             self._file = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
 
     def seconds(self) -> float:
-        """Seconds since the thread started."""
+        """Returns the seconds since the thread started."""
         if self._file is None:
             return time.thread_time()
         self._file.seek(0)

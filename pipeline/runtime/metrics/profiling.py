@@ -67,11 +67,11 @@ class StepProfiler:
             yield
 
     def begins_with(self, step: int) -> bool:
-        """Whether the profile begins with this step."""
+        """Tells whether the profile begins with this step."""
         return self._section is not None and step == self._section.steps[0]
 
     def ends_with(self, step: int) -> bool:
-        """Whether the profile ends with this step."""
+        """Tells whether the profile ends with this step."""
         return self._section is not None and step == self._section.steps[1]
 
     def finish(self, step: int) -> None:

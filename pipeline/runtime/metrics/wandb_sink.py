@@ -94,7 +94,7 @@ class WandbSink:
 
 
 def _own_id(run_dir: Path) -> str:
-    """A random id, stored in the run's directory: runs of the same name stay apart, and a resumed run keeps its id."""
+    """Returns a random id kept in the run's directory: runs of one name stay apart, a resumed run keeps its id."""
     path = run_dir / ".wandb-id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))

@@ -164,7 +164,7 @@ class _IslandProcesses:
 
 
 class _StopSignal:
-    """The last stop signal of this process; 0 without one."""
+    """The last stop signal of this process; 0 without a signal."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.signal = 0

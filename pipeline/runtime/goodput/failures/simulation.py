@@ -24,7 +24,7 @@ _TIMES = ("detect_s", "requeue_s", "start_s", "load_s", "first_step_s", "save_bl
 
 @dataclass
 class SimulatedTime:
-    """Time of one simulated run by category, in seconds of all nodes.
+    """Time of one simulated run by category, in seconds weighted by the share of nodes in use.
 
     Attributes:
         useful: seconds spent on steps that count.
