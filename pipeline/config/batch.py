@@ -142,7 +142,7 @@ def split_padded_batch(
         total: samples per optimizer step.
         largest: upper bound of the micro-batch size.
         dp: data-parallel ranks.
-        min_micro_batches, multiple_of: smallest accumulation, and number of which it has to be a multiple.
+        min_micro_batches, multiple_of: smallest accumulation, and number that must divide the accumulation.
 
     Returns:
         Micro-batch size and gradient accumulation steps.
@@ -174,7 +174,7 @@ def part_of_batch(
         batch: batch sizes of the whole step.
         ranges: (first, end) indices of the part's samples in the step; one sample or more.
         shapes_change: whether micro-batches may be smaller; otherwise there is more padding.
-        min_micro_batches, multiple_of: smallest accumulation, and number of which it has to be a multiple.
+        min_micro_batches, multiple_of: smallest accumulation, and number that must divide the accumulation.
     """
     count = sum(end - first for first, end in ranges)
     limits = {"dp": batch.dp, "min_micro_batches": min_micro_batches, "multiple_of": multiple_of}

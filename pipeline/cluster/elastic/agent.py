@@ -39,7 +39,7 @@ class Agent:
         join_s: seconds to wait for all nodes; the run then starts with the nodes that have come.
         say: prints a line of the leader for people.
         slurm: the batch system; None where something else has started the agents.
-        guest: whether this node belongs to another job than the run's own.
+        guest: whether this node belongs to a job other than the run's own.
         script: whether the job's batch script is on this node.
         warm: waiting processes that have done a rank's imports; None without them.
         check_nodes: checks this node together with others; gets node -> address and the version of the plan that asks

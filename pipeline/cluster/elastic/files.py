@@ -77,9 +77,9 @@ class NodeState:
         start: number of the start of its ranks; 0 without ranks.
         running: whether ranks of that start run.
         codes: rank -> exit code of the ranks that have ended, in the order in which they ended; negative for a signal.
-        error: error of the first rank that failed; empty where none has.
+        error: error of the first rank that failed; empty where no rank has failed.
         stop: whether the node was asked to stop the run.
-        guest: whether it belongs to another job than the run's own (`slurm/join.sbatch`).
+        guest: whether it belongs to a job other than the run's own (`slurm/join.sbatch`).
         script: whether the batch script of the run's job is on this node.
         checked: version of the last plan whose checks this node has made.
         known: whether all nodes know the outcome and none need wait any more; set by the leader.

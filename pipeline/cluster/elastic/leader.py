@@ -27,8 +27,8 @@ class Terms:
         job: a number that differs between jobs on one machine.
         refusal: returns why the run has no layout for a number of nodes; None when it has one.
         step: reads the step of the newest checkpoint.
-        wanted: number of nodes that the run should have; with fewer, it waits for more where their number has no
-            layout.
+        wanted: number of nodes that the run should have; with fewer nodes, it waits for more if there is no layout for
+            their number.
         left_out: returns node -> why earlier starts have excluded it from this run.
         note_fault: records a node and the fault that began on it, for later starts.
         note_silent: records the plan of a start, with the step of the newest checkpoint, and its nodes that do not

@@ -58,13 +58,13 @@ class Questions:
         return int(word) if word.isdecimal() else 0
 
     def left_out(self) -> Mapping[str, str]:
-        """Returns node -> why it is left out, from the list in the run's directory; call `step` first to find it."""
+        """Returns node -> why it is left out, from the list in the run's directory, which `step` has found."""
         with suppress(DataError, OSError):
             return {} if self._run_dir is None else nodes_left_out(self._run_dir)
         return {}
 
     def note_fault(self, node: str, fault: str) -> None:
-        """Lists a fault in the run's directory; call `step` first to find it."""
+        """Lists a fault in the run's directory, which `step` must have found."""
         with suppress(DataError, OSError):  # the run goes on even if its list of faults cannot be written
             if self._run_dir is not None:
                 add_fault(self._run_dir, node, fault.partition("\n")[0], faults=self.node_checks.faults)

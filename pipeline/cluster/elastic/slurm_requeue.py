@@ -139,7 +139,7 @@ class SlurmJob:
             self._complete(plan, say=say)
 
     def _complete(self, plan: RanksPlan, *, say: Say) -> None:
-        """Ends the job without its script, whose node is gone: to end it needs no node, and so no requeue."""
+        """Ends the job without its script, whose node is gone: ending needs no node, and so no place in the queue."""
         say(f"the batch script is gone with its node: job {self.number} ends with code {plan.outcome} without it")
         number = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%A").stdout.strip()
         done = self._run(sys.executable, "-m", "pipeline.cluster.elastic.slurm_end", number, str(plan.outcome))

@@ -15,8 +15,8 @@ from foundation.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_R
 from pipeline.cluster.elastic.files import NodeState
 
 CAUSE_S, FOLLOWED_S, SAVED_S = 10.0, 70.0, 300.0
-"""Seconds to wait after the first exit for the cause to show: where a cause is known; where ranks followed an error
-that is not known yet (a rank has 60 s to report it); and where ranks have only ended well."""
+"""Seconds to wait after the first exit for the cause to show, in three cases: a cause is known; ranks followed an error
+that is not known yet (a rank has 60 s to report it); ranks have only ended well."""
 
 Kind = Literal["finished", "stopped", "failed", "lost"]
 

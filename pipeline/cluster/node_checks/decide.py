@@ -46,7 +46,7 @@ class NodesVerdict:
 
 
 def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: NodeChecksSection) -> NodesVerdict:
-    """Decides on all nodes.
+    """Decides which nodes are bad.
 
     Args:
         nodes: names of all nodes, in order.

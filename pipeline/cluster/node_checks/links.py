@@ -102,7 +102,7 @@ def measure_link(other: str, address: tuple[str, int], *, attempt: str, payload:
         free: lock held while a link of this node is measured.
 
     Raises:
-        BusyError: one of the two measures another link.
+        BusyError: one of the two nodes measures another link.
     """
     try:
         with socket.create_connection(address, timeout=_ANSWER_S) as connection:

@@ -51,7 +51,7 @@ def agents_ended(status: RunStatus) -> bool:
 
 
 def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the reason for the end of a job's output, from this job's last attempt, never from an earlier job's.
+    """Returns the last line of a job's output: why this job's last attempt ended, never an earlier job's.
 
     Args:
         run_dir: the run's directory.

@@ -1,6 +1,6 @@
 """The config fields that determine a run's loss curve, stored in checkpoints and compared on resume.
 
-It also maps them to the config keys from which they follow; `run.allow_change` accepts these keys.
+The module also maps these fields to the config keys from which they follow; `run.allow_change` accepts these keys.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def check_expert_exchange(config: Config) -> None:
     """Refuses features that the kernels of DeepEP and HybridEP do not support, in a run with expert parallelism.
 
     Raises:
-        ConfigError: names the field and what works.
+        ConfigError: a feature is unsupported; the error names the field and what works.
     """
     name = expert_exchange(config)
     if name == "all_to_all":

@@ -28,7 +28,7 @@ def check_islands(config: Config) -> None:
     """Checks the section `islands`, and the features used beside it.
 
     Raises:
-        ConfigError: an address without a secret, or a feature that an island cannot have.
+        ConfigError: an address has no secret, or an island does not support a feature.
     """
     section = config.islands
     if section is None:
@@ -101,7 +101,7 @@ def check_replicas_section(config: Config) -> None:
     """Checks the section `replicas`, and the features used beside it.
 
     Raises:
-        ConfigError: an address without a secret, or a feature that replicas cannot have.
+        ConfigError: an address has no secret, or replicas do not support a feature.
     """
     section = config.replicas
     if section is None:

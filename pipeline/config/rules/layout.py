@@ -59,7 +59,7 @@ def fewest_processes(config: Config) -> int:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Sizes of the axes pp, tp and cp."""
+    """Returns the sizes of the axes pp, tp and cp."""
     deepspeed_keys = {
         "pp": ("pipeline.stages", config.pipeline.stages),
         "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),

@@ -57,7 +57,7 @@ def check_fp8_tokens(section: Fp8Section, topology: Topology, batch: BatchSizes)
     """Checks the tokens of a micro-batch, over which the matrix product of a weight gradient sums.
 
     Raises:
-        ConfigError: their number is not a multiple of the block of fp8 kernels.
+        ConfigError: the number of tokens is not a multiple of the block of fp8 kernels.
     """
     # this recipe computes weight gradients in bf16
     if not section.enabled or section.recipe == "rowwise_with_gw_hp":

@@ -63,7 +63,7 @@ SCHEDULES = {
         "ScheduleInterleavedZeroBubble", virtual_stages=True, splits_backward=True, bubble=1 / 3, in_flight=min
     ),
     # DeepSeek-AI 2024 (arXiv:2412.19437), table 2, cut in half (https://github.com/deepseek-ai/DualPipe): its bubble,
-    # (p - 1) (T_F + 2 T_B - 3 T_W) for half a rank's layers, where B is I and W, relates to (p - 1) (T_F + T_B)
+    # (p - 1) (T_F + 2 T_B - 3 T_W) for half a rank's layers, where B is I and W, relates to 1F1B's, (p - 1) (T_F + T_B)
     "dualpipev": PipelineKind(
         "ScheduleDualPipeV",
         virtual_stages=True,
