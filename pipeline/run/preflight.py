@@ -21,7 +21,7 @@ from pipeline.runtime.launch.missing_ranks import SETTLE_S, barrier, deadline, g
 from pipeline.runtime.launch.rendezvous import format_ranks
 
 _ELEMENTS = 1 << 15
-"""Elements of an all-reduce: 256 KiB of int64, above one network packet, below a millisecond on any network."""
+"""Number of elements of an all-reduce: 256 KiB of int64, larger than a packet, under a millisecond on any network."""
 _ALL = "all ranks"
 
 

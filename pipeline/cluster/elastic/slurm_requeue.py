@@ -184,7 +184,7 @@ class SlurmJob:
             time.sleep(1)
 
     def _excluded(self, plan: RanksPlan) -> str:
-        """Nodes excluded by the user, and bad nodes that were left out."""
+        """Lists nodes excluded by the user, and bad nodes that were left out."""
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
         found = re.search(r" ExcNodeList=(\S+)", shown)
         before = [] if found is None or found[1] == "(null)" else [found[1]]

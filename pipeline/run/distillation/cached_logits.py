@@ -9,8 +9,8 @@ sample order alone. So a cache serves any layout, batch size, seed, number of ep
       source-0-00000.logits  records of the first of them, `records_per_file` in each file
 
 A record is T x k ids (uint16, or uint32 for more than 65,536 ids), then T x (k + 1) log-probabilities at the
-temperature t in fp16, the last of them that of all other ids together. That is 4 k + 2 bytes per token with uint16.
-Little-endian.
+temperature t in fp16; the last one is for all other ids together. That is 4 k + 2 bytes per token with uint16. Records
+are little-endian.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The student continues prompts within its engine: one forward pass per new token, of all ranks together.
 
-All prompts have one length, and all continuations another. So every rank makes the same forward passes, and collectives
+All prompts have equal length, and so do all continuations. So every rank makes the same forward passes, and collectives
 of ZeRO, FSDP and tensor parallelism always match. Samples that have ended are computed further and cut later.
 
 The engine makes the passes in evaluation mode, never compiled, since shapes change with every token.

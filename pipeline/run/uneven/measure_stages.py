@@ -33,7 +33,7 @@ WINDOWS, WINDOW_S = 4, 0.5
 since a device that is throttled for part of the time is slow. Among the windows the fastest counts, since a host's
 other processes only add time."""
 STEP = 0.05
-"""Step to which speeds are rounded, relative to the fastest."""
+"""Step to which speeds are rounded, relative to the fastest device."""
 MARGIN = 0.9
 """Share of a GPU's free memory that tensors may take: the formulas omit fragmentation and workspaces."""
 _PASS_FLOPS = {"cuda": 1e13, "cpu": 2e10}

@@ -14,7 +14,7 @@ from foundation.processes import machine, state_of
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 
 Process = tuple[str, int, int]
-"""Machine, pid, and start time in kernel clock ticks."""
+"""Identity of a process: machine, pid, and start time in kernel clock ticks."""
 
 
 def ranks_to_kill(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus]) -> list[Process]:

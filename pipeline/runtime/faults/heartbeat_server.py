@@ -157,7 +157,7 @@ class HeartbeatServer:
             data = client.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:  # reset: the kernel closes it so if the process had unread data
+        except OSError:  # reset: the kernel closes it this way if its process had unread data
             data = b""
         now = time.monotonic()
         if connection.first is not None and data:

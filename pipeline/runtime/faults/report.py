@@ -161,7 +161,7 @@ def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
 
 
 def _other_ranks(ranks: Sequence[int]) -> dict[str, Any]:
-    """Columns for the ranks at fault that a row does not describe."""
+    """Builds columns for the ranks at fault that a row does not describe."""
     further = ranks[_RECORDED:]
     return {"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}
 

@@ -119,7 +119,7 @@ class Goodput:
         return self.spent.goodput
 
     def row(self) -> JournalRow:
-        """Fields of an event `goodput`, and of `headrace status --json`: seconds but for `share` and `attempts`."""
+        """Returns the fields of a `goodput` event and of `status --json`: seconds, except `share` and `attempts`."""
         return {"share": self.share, "wall": self.wall, **asdict(self.spent), "attempts": len(self.attempts)}
 
 

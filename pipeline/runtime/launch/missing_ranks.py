@@ -2,8 +2,8 @@
 
 torch's waits for a process that was stopped (SIGSTOP) never time out. So each stage has a deadline, and ranks set flags
 in the rendezvous store: joined, passed a check, given up. A rank may wait for a rank that itself waits for a third one.
-At fault are only ranks that have not even given up when the others have. All ranks begin a stage together, and so give
-up together.
+So only ranks that have not even given up when the others have are at fault. All ranks begin a stage together, and so
+give up together.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The order of samples is the run's own (law 1): sample i is the same for any number of islands. It is dealt in *slots*,
 each one global batch: slot k holds samples k * B to (k + 1) * B - 1. A round deals `steps` consecutive slots to each of
-its islands, in the order of their names. The next round begins after the last slot dealt so far: living islands never
-deal a slot twice. Slots of an island that did not contribute to the exchange are lost, and reported.
+its islands, in the order of their names. The next round begins after the last slot dealt so far: no two living islands
+get the same slot. Slots of an island that did not contribute to the exchange are lost, and reported.
 
 An exchange that overlaps with training takes its pseudo-gradients `after` steps before the round ends. The steps
 trained after that, the round's *tail*, enter the pseudo-gradients of the next exchange.

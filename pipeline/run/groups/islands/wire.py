@@ -28,7 +28,7 @@ _NONCE_BYTES, _CODE_BYTES, _MOST_JSON_BYTES, _MOST_BYTES = 32, 32, 1 << 20, 1 <<
 
 
 class WrongSecretError(ExchangeError):
-    """The other side has another secret."""
+    """The other side has a different secret."""
 
 
 class Channel:

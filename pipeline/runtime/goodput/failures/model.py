@@ -106,7 +106,7 @@ def daly_interval_s(*, mtbf_s: float, blocking_s: float) -> float:
     """Computes the training seconds between checkpoints that maximize `expected_goodput`, by the series of Daly (2006).
 
     With d the blocking time and M the mean time between failures: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d
-    for d < 2 M, else M. Neither the restart nor the background part of a save affects it.
+    for d < 2 M, otherwise M. Neither the restart nor the background part of a save affects it.
     """
     if blocking_s >= 2 * mtbf_s:
         return mtbf_s
