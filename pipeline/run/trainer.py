@@ -50,8 +50,7 @@ class Trainer:
         Work is saved before it is evaluated. An evaluation cut short by a stop is repeated at the next start.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written; failures of earlier ones only wait for the next
-                checkpoint.
+            CheckpointError: the last checkpoint could not be written; an earlier failure only waits for the next one.
             TrainingError: the policy for an anomaly is to stop, or replicas differ.
             Rollback: the policy for an anomaly is to roll back.
         """

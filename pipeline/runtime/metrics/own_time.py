@@ -120,7 +120,7 @@ def _meaning(name: str, kind: str) -> int:
 
 
 def _works(spans: list[_Timed]) -> Iterator[tuple[int, int]]:
-    """Intervals in which a thread works: inside an operator, but not in a collective or driver call within it."""
+    """Yields intervals in which a thread works: in an operator, but not in a collective or driver call inside it."""
     around: list[tuple[int, bool]] = [(1 << 63, False)]
     at = 0
     for start, minus_end, is_work in sorted(spans):
