@@ -6,8 +6,8 @@ two uniformly random positions into prefix, middle and suffix, and becomes
     PSM  <prefix> prefix <suffix> suffix <middle> middle
     SPM  <prefix> <suffix> suffix <middle> prefix middle
 
-between its begin and end tokens, if it has them. It grows by three tokens; tokens that no longer fit into the sample
-are cut off. The result is a pure function of (seed, index of the sample, index of the document in it): law 1.
+between the document's begin and end tokens, if it has them. The part grows by three tokens; tokens that no longer fit
+into the sample are cut off. The result is a pure function of (seed, sample index, document index in the sample): law 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.data.permutation import derive_key, permute
 
 _ADDED = 3
 _SHORTEST = 3
-"""Fewest tokens of a document's part that is rearranged; a shorter one is left as it is."""
+"""Fewest tokens of a document's part that is rearranged; a shorter part stays unchanged."""
 _RANGE = 1 << 62
 
 
@@ -74,7 +74,7 @@ class Fim:
         """
         parts = self._parts(boundaries, samples.size)
         grown = self._selected(parts, samples) * _ADDED
-        # how much the documents before each one in its sample have grown
+        # tokens by which the documents before each one in its sample have grown
         before = np.cumsum(grown) - grown
         first = np.searchsorted(parts.sample, np.arange(samples.size))
         before -= before[first][parts.sample]
