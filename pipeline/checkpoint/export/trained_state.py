@@ -1,4 +1,4 @@
-"""The whole state of a checkpoint, weights and optimizer states by name, for formats of other trainers."""
+"""Reads a checkpoint's weights and optimizer states by name, to write them in formats of other trainers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class TrainedState:
 
     Attributes:
         step: last step of the checkpoint.
-        samples: samples that were trained on.
+        samples: number of samples trained on.
         model: the model, on the meta device.
 
     Raises:
-        CheckpointError: it is damaged, or was written by a custom loop or with an optimizer other than AdamW.
+        CheckpointError: the checkpoint is damaged, or was written by a custom loop or with an optimizer other than
+            AdamW.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -86,7 +87,7 @@ class TrainedState:
         return self._tensor(OPTIMIZER_STEP).read()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of torch.optim.AdamW, `params` being names: with weight decay first, then without."""
+        """Parameter groups of torch.optim.AdamW, with names as `params`: first with weight decay, then without."""
         params = self._curve["optimizer"]["params"]
         schedule = Schedule(**{**self._curve["scheduler"], "total": self._curve["scheduler"]["total"] or 0})
         options: dict[str, Any] = {
