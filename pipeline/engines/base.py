@@ -208,7 +208,7 @@ class FinishedStep:
     known: StepResult
 
     def result(self) -> StepResult:
-        """See `PendingStep.result`."""
+        """Implements `PendingStep.result`."""
         return self.known
 
 
@@ -312,7 +312,7 @@ class TrainsStepByStep:
     """Mixin with the `train_step` of an engine that has `begin_step`."""
 
     def train_step(self, step: StepBatch, *, lr: float, limits: UpdateLimits = NO_LIMITS) -> StepResult:
-        """See `Engine.train_step`."""
+        """Implements `Engine.train_step`."""
         begun: PendingStep = self.begin_step(step, lr=lr, limits=limits)  # type: ignore[attr-defined]
         return begun.result()
 

@@ -85,12 +85,12 @@ class EngineBase(TrainsStepByStep):
         raise NotImplementedError
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: one process has none."""
+        """Implements `Engine.replicas`: one process has none."""
         return iter(())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """See `Engine.evaluate`."""
+        """Implements `Engine.evaluate`."""
         nats, targets = torch.zeros((), device=self._device), 0
         for score, scored in self._scores(batches, CrossEntropy()):
             nats = nats + score
@@ -105,7 +105,7 @@ class EngineBase(TrainsStepByStep):
 
     @torch.no_grad()
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """See `Engine.forward_passes`."""
+        """Implements `Engine.forward_passes`."""
         for _ in self._scores(batches, objective):
             pass
 
@@ -121,17 +121,17 @@ class EngineBase(TrainsStepByStep):
         raise NotImplementedError
 
     def state(self) -> State:
-        """See `Engine.state`."""
+        """Implements `Engine.state`."""
         return self._state()[0]
 
     def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
-        """See `Engine.load`."""
+        """Implements `Engine.load`."""
         with self.edit_state() as state:
             named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
 
     @contextmanager
     def edit_state(self) -> Iterator[State]:
-        """See `Engine.edit_state`."""
+        """Implements `Engine.edit_state`."""
         state, restore = self._state()
         yield state
         self._scaler.load_state_dict(state)

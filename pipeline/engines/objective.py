@@ -94,7 +94,7 @@ class CrossEntropy:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """See `Objective.with_gradient`."""
+        """Implements `Objective.with_gradient`."""
         nats, squares, gradient = cross_entropy_gradient(logits, labels, vocabulary, squares_weight=self._z_loss)
         return self._sums(nats, squares), gradient
 

@@ -88,7 +88,7 @@ class DeepSpeedBase(EngineBase):
         self.decoders = [self._local_model.decoder]
 
     def state(self) -> State:
-        """See `Engine.state`. Raises on all ranks if one rank's disk fails, because writing is collective."""
+        """Implements `Engine.state`. Raises on all ranks if one rank's disk fails, because writing is collective."""
         state: NamedState = {}
         failed: str | None = None
         try:
@@ -109,7 +109,7 @@ class DeepSpeedBase(EngineBase):
         return local_state.named, partial(restore_local_state, self._engine.optimizer, local_state, self._kind)
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`."""
+        """Implements `Engine.replicas`."""
         return replicas(self._engine.optimizer, self._local_model, self._mesh, self._tied_group)
 
     def _begin(self, step: StepBatch, lr: float, limits: UpdateLimits) -> float:

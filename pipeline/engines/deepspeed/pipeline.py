@@ -75,7 +75,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         after: PendingStep | None = None,  # noqa: ARG002
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         engine = self._engine
         # DeepSpeed divides the loss by the number of micro-batches in its config
         factor = self._begin(step, lr, limits) * engine.gradient_accumulation_steps()

@@ -66,7 +66,7 @@ class DeepSpeedZero(DeepSpeedBase):
         after: PendingStep | None = None,  # noqa: ARG002
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         factor, means = self._begin(step, lr, limits), []
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):

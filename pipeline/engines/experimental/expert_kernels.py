@@ -35,7 +35,7 @@ class DeepEP:
         self._made: Any = None
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `RowKernels.dispatch`. The host reads the counts."""
+        """Implements `RowKernels.dispatch`. The host reads the counts."""
         package = _package()
         if self._made is None:
             sizes = {"num_max_tokens_per_rank": self._tokens, "hidden": hidden.shape[1], "num_topk": chosen.shape[1]}
@@ -52,14 +52,14 @@ class DeepEP:
         return rows, here, counts, tuple(part for pair in vars(handle).items() for part in pair)
 
     def dispatch_again(self, hidden: Tensor, handle: Handle, *, rows: int) -> Tensor:
-        """See `RowKernels.dispatch_again`. By handle, the package computes no `num_sms` of its own."""
+        """Implements `RowKernels.dispatch_again`. By handle, the package computes no `num_sms` of its own."""
         record = _record(handle)
         found: Tensor = self._made.dispatch(hidden, handle=record, num_sms=record.num_sms, do_expand=True)[0]
         assert len(found) == rows, (len(found), rows)
         return found
 
     def combine(self, rows: Tensor, weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """See `RowKernels.combine`."""
+        """Implements `RowKernels.combine`."""
         combined: tuple[Tensor, Tensor | None] = self._made.combine(rows, _record(handle), topk_weights=weights)[:2]
         return combined
 
@@ -88,7 +88,7 @@ class HybridEP:
         self._made: Any = None
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `RowKernels.dispatch`. The host waits for the counts; tokens that fill up go to no expert."""
+        """Implements `RowKernels.dispatch`. The host waits for the counts; tokens that fill up go to no expert."""
         if self._made is None:
             self._made = _package().HybridEPBuffer(
                 group=self._group,
@@ -106,14 +106,14 @@ class HybridEP:
         return rows, here, counts.to(hidden.device, torch.int64), (chosen, *record)
 
     def dispatch_again(self, hidden: Tensor, handle: Handle, *, rows: int) -> Tensor:
-        """See `RowKernels.dispatch_again`."""
+        """Implements `RowKernels.dispatch_again`."""
         found: Tensor = self._made.dispatch_with_permute(
             hidden=self._filled(hidden), handle=handle[1:], num_permuted_tokens=rows
         )[0]
         return found
 
     def combine(self, rows: Tensor, weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """See `RowKernels.combine`."""
+        """Implements `RowKernels.combine`."""
         chosen, *record = handle
         hidden, dense = self._made.combine_with_unpermute(hidden=rows, probs=weights, handle=tuple(record))
         count = len(chosen)

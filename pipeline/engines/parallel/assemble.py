@@ -160,5 +160,5 @@ class ShardedValues:
         return self._values.value(name, box=box, device=device)
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`: whole on every rank."""
+        """Implements `ParameterValues.buffer`: whole on every rank."""
         return self._values.buffer(name)

@@ -55,7 +55,7 @@ class UlyssesAttention:
         mask: AttentionMask,
         watch: LogitWatch | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.attend`."""
+        """Implements `ContextParallelAttention.attend`."""
         times = _kv_repeats(query.shape[1], key.shape[1], ranks=dist.get_world_size(self._group))
         if times > 1:
             key, value = repeat_heads(key, times), repeat_heads(value, times)

@@ -169,7 +169,7 @@ class AllToAll(ExpertExchange):
     """Exchange by all-to-alls of torch.distributed."""
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """See `ExpertExchange.dispatch`: rows by rank, and for each rank by expert, are sorted here."""
+        """Implements `ExpertExchange.dispatch`: rows by rank, and for each rank by expert, are sorted here."""
         order, inverse = _sorted(chosen.reshape(-1))
         sent = torch.zeros(self._experts, dtype=torch.int64, device=chosen.device)
         sent.scatter_add_(0, chosen.reshape(-1), torch.ones_like(order))
@@ -181,7 +181,7 @@ class AllToAll(ExpertExchange):
         return _permuted(rows, *here), received.sum(0), (here, sizes[::-1], (inverse, order), weights)
 
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
-        """See `ExpertExchange.combine`: a token's experts are added up in the order of their weights."""
+        """Implements `ExpertExchange.combine`: a token's experts are added up in the order of their weights."""
         (order, inverse), sizes, back, weights = dispatched
         rows = self._exchanged(_permuted(rows, inverse, order), sizes)
         rows = _permuted(rows, *back) * weights.reshape(-1, 1)

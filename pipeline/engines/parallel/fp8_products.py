@@ -180,7 +180,7 @@ class Fp8RowwiseLinear(RowwiseLinear):
     scaling: Float8Scaling | MxScaling
 
     def product(self, features: Tensor) -> Tensor:
-        """See `RowwiseLinear.product`."""
+        """Implements `RowwiseLinear.product`."""
         return self.scaling(features, self.weight)
 
 

@@ -66,13 +66,13 @@ class FusedExchange(ExpertExchange):
         self._kernels = kernels
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """See `ExpertExchange.dispatch`."""
+        """Implements `ExpertExchange.dispatch`."""
         hidden = hidden.to(self._kernels.dtype).contiguous()
         rows, here, counts, handle = _Dispatch.apply(hidden, chosen, weights.float().contiguous(), self._kernels)
         return self.received(rows), counts, (here, handle)
 
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
-        """See `ExpertExchange.combine`."""
+        """Implements `ExpertExchange.combine`."""
         weights, handle = dispatched
         rows = (rows * weights.unsqueeze(1)).to(self._kernels.dtype)
         combined: Tensor = _Combine.apply(rows, handle, self._kernels)

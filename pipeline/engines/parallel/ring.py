@@ -82,7 +82,7 @@ class RingAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> RingMask:
-        """See `ContextParallelAttention.make_mask`."""
+        """Implements `ContextParallelAttention.make_mask`."""
         ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         return _mask_of_rank(documents, window, rank=rank, ranks=ranks, length=length, dtype=dtype, device=device)
 
@@ -97,7 +97,7 @@ class RingAttention:
         mask: RingMask,
         watch: LogitWatch | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.attend`."""
+        """Implements `ContextParallelAttention.attend`."""
         ring = _Ring(dist.get_rank(self._group), dist.get_world_size(self._group), mask, scale, watch)
         attended: Tensor = _RingFunction.apply(query, key, value, ring, self._group)
         return attended
@@ -127,7 +127,7 @@ class RingInOneProcess:
         mask: tuple[RingMask, ...],
         watch: LogitWatch | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.attend`."""
+        """Implements `ContextParallelAttention.attend`."""
         assert watch is None, "logits are watched in training alone"
         attended, length = query.new_empty(*query.shape[:3], value.shape[-1]), query.shape[2]
         key_value = torch.cat([key, value], -1)

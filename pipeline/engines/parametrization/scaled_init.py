@@ -29,7 +29,7 @@ class ScaledInit(InitByName):
         self._parametrization, self._base = parametrization, InitByName(parametrization.base, seed=seed)
 
     def fills(self, name: str) -> tuple[Fill, ...]:
-        """See `InitByName.fills`.
+        """Implements `InitByName.fills`.
 
         Raises:
             ConfigError: the architecture's code computes the values in another way than by numbers of one scale.

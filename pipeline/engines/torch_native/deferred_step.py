@@ -96,7 +96,7 @@ class DeferredStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """See `PendingStep.result`."""
+        """Implements `PendingStep.result`."""
         if self._result is None:
             values = iter(self._copy.read())
             means, (norm,), host, *measured = [[next(values) for _ in range(size)] for size in self._sizes]

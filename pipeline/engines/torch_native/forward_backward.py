@@ -56,7 +56,7 @@ class GradientAccumulation:
         self._passes = passes
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
-        """See `ForwardBackward.train`."""
+        """Implements `ForwardBackward.train`."""
         sums = zero_sums(objective, self._device)
         forwards = [partial(self._root, batch.input_ids, batch, objective) for batch in batches]
         output = forwards[0]()
@@ -74,7 +74,7 @@ class GradientAccumulation:
         return sums
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """See `ForwardBackward.score`."""
+        """Implements `ForwardBackward.score`."""
         return torch.stack(self._root(batch.input_ids, batch, objective)).double()
 
     def _prepare(self, *, last: bool) -> None:

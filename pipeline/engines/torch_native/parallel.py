@@ -127,7 +127,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         after: PendingStep | None = None,
         host_values: HostValues = no_host_values,
     ) -> DeferredStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         scale = self._scaler.value
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
@@ -177,7 +177,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
             copy.master.copy_(shard.master)
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
+        """Implements `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
         return replicas(self._shards, self._mesh, self._tied_group)
 
     def _score(self, batch: MicroBatch, objective: Objective) -> Tensor:

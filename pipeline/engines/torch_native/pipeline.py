@@ -123,7 +123,7 @@ class PipelineSchedule:
         self._micro_batches = micro_batches
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
-        """See `ForwardBackward.train`."""
+        """Implements `ForwardBackward.train`."""
         self._prepare(len(batches))
         for module in self._stage_modules:
             module.begin(batches, objective, scale=scale)
@@ -136,7 +136,7 @@ class PipelineSchedule:
         return sum((each for module in self._stage_modules for each in module.sums), zero_sums(objective, self._device))
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """See `ForwardBackward.score`. Batches pass through the stages one at a time, without overlap."""
+        """Implements `ForwardBackward.score`. Batches pass through the stages one at a time, without overlap."""
         sums, output = zero_sums(objective, self._device), None
         for module in self._stage_modules:
             module.begin([batch], objective, scale=1.0)

@@ -138,7 +138,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
         after: PendingStep | None = None,
         host_values: HostValues = no_host_values,
     ) -> DeferredStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         scale = self._scaler.value
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
@@ -285,14 +285,14 @@ class _Residuals:
         self.residuals: dict[str, Tensor] = {}
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`."""
+        """Implements `ParameterValues.value`."""
         value = self._values.value(name, box=box, device=device)
         self.residuals[name] = torch.empty(value.shape, dtype=torch.int16, device=device)
         split(value, torch.empty(value.shape, dtype=torch.bfloat16, device=device), self.residuals[name])
         return value
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`."""
+        """Implements `ParameterValues.buffer`."""
         return self._values.buffer(name)
 
 

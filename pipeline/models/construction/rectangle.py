@@ -18,7 +18,7 @@ class Rectangle:
 
     @staticmethod
     def full(shape: Sequence[int]) -> Rectangle:
-        """The whole of a tensor."""
+        """The rectangle of a whole tensor."""
         return Rectangle((0,) * len(shape), tuple(shape))
 
     @property
@@ -41,5 +41,5 @@ class Rectangle:
 
 
 def part(full: Tensor, box: Rectangle | None) -> Tensor:
-    """The values of a box in memory of their own, so that the full tensor can be freed; all of it for None."""
+    """Copies the values of a box, so that the full tensor can be freed; a box of None is the whole tensor."""
     return full if box is None or box.sizes == tuple(full.shape) else full[box.slices].clone()
