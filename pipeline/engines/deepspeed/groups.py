@@ -1,7 +1,7 @@
 """Process groups for DeepSpeed, with the interface of Megatron's model-parallel unit ("mpu").
 
-DeepSpeed shards over the data group (dp x cp) only, and its gradient norm counts tensor-parallel shards on every tp
-rank and all other parameters once.
+DeepSpeed shards only over the data group (dp x cp). Its gradient norm counts tensor-parallel shards on every tp rank,
+and all other parameters once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ModelParallelUnit:
         self._pipe: dist.ProcessGroup = alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The data ranks: they see different tokens and hold the same parameters."""
+        """The data ranks, which have different tokens and the same parameters."""
         return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
@@ -42,7 +42,7 @@ class ModelParallelUnit:
         return dist.get_rank(self._data)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different shards of the same parameters; without pipeline parallelism the tp ranks."""
+        """The ranks with different shards of the same parameters: without pipeline parallelism, the tp ranks."""
         return self._tensor
 
     def get_model_parallel_world_size(self) -> int:

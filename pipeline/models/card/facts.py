@@ -1,5 +1,4 @@
-"""Facts that only a person knows about a model or dataset (license, provider, ...), and the gaps where they are
-missing.
+"""Facts that only a person knows about a model or dataset (license, provider, ...), and gaps for missing facts.
 
 A file of facts is JSON or YAML and is read like a config file: `headrace card --facts FILE`, `headrace export --facts
 FILE`. An export records the facts in the manifest, `details["facts"]`; pruning and quantization copy them. No torch.

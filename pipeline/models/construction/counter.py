@@ -30,8 +30,7 @@ _MULTIPLIERS, _WEYL, _LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 
 """Constants of Philox 4x32 (Salmon et al., section 3.3), and the lower 32 bits of an int64."""
 
 _SUB_BITS, _FRACTION_BITS, _SCALE_BITS = 8, 15, 24
-"""Bits of an fp32 mantissa (23): for the table's entry, and the position between entries; fixed-point bits of
-values."""
+"""Bits of an fp32 mantissa (23): for a table's entry, and the position between entries; fixed-point bits of values."""
 
 _INDEX = (1 << (5 + _SUB_BITS)) - 1
 """An exponent modulo 32, then the sub-entry: |x| is in [1, 2^31], whose exponents are 32 consecutive ones."""

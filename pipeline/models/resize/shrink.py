@@ -220,8 +220,7 @@ def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFiel
 
 
 def _hidden_size(ratio: float, heads: int, *, unit: int) -> int:
-    """Returns a multiple of `unit` near `ratio` times the width of all heads; equals that width only if `ratio` is
-    1."""
+    """Returns a multiple of `unit` near `ratio` times the width of all heads; equals that width only for ratio 1."""
     nearest = max(round(ratio * heads / unit) * unit, HEAD_SIZE)
     if nearest != heads or ratio == 1:
         return nearest
