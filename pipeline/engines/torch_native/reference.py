@@ -106,7 +106,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
         """Implements `Engine.begin_step`."""
-        torch.manual_seed(self._seed + step.step)  # of dropout and jitter, which a resumed run draws again
+        torch.manual_seed(self._seed + step.step)  # for dropout and jitter: a resumed run draws the same numbers
         if self._balancer is not None:
             self._balancer.begin_step(self._scaler.value / step.targets)
         if self._qk_clip is not None:
