@@ -3,9 +3,9 @@
 A balanced Feistel network over the smallest even number of bits that holds n permutes a power of four. Values outside
 0..n-1 are sent through again until they land inside (cycle walking); the result is still a permutation.
 Sources: Luby and Rackoff 1988 (Feistel networks as permutations); Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains", section 3 (cycle walking). The round function is the 64-bit finalizer of SplitMix64 (Steele, Lea
-    and Flood 2014); it is written out here because a library generator may change its stream between releases, and the
-    order of a run must not change.
+finite domains", section 3 (cycle walking). The round function is the 64-bit finalizer of SplitMix64 (Steele, Lea
+and Flood 2014); it is written out here because a library generator may change its stream between releases, and the
+order of a run must not change.
 """
 
 from __future__ import annotations

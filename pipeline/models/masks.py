@@ -8,7 +8,7 @@ tensor of S x S numbers per sample (128 MiB at S = 8192 in bf16).
 Ring attention needs masks for a part of the queries and a part of the keys: `make_part_mask`.
 
 Shapes: B samples, S positions of the full sequence, n = S / 128 blocks, rounded up; Q queries and K keys of a mask,
-    both S except in ring attention.
+both S except in ring attention.
 """
 
 from __future__ import annotations

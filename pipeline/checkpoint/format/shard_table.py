@@ -4,7 +4,7 @@ A checkpoint of a 70B model on 512 ranks has 1.1 million shards. As Python objec
 minutes; as arrays, megabytes and tenths of a second.
 
 Shapes: N rows (shards); D is the number of dims of the tensor with the most (at least 1). A tensor with fewer dims has
-    offset 0 and size 1 in the missing ones.
+offset 0 and size 1 in the missing ones.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ of the router's logits). Both cover the target tokens of all micro-batches and r
 
 - Auxiliary loss: coefficient x sum over layers of E x sum_i f_i P_i, which is 1 per layer when the load is uniform.
   Source: Fedus et al. 2021, Switch Transformer (arXiv:2101.03961), eq. 4-6. Since f has no gradient, the previous
-      step's f can be used. The loss is then a sum over tokens, like cross-entropy, and the same in every layout. See
-      decision 0014.
+  step's f can be used. The loss is then a sum over tokens, like cross-entropy, and the same in every layout. See
+  decision 0014.
 - Correction bias: after each step, bias_i += rate x sign(mean load - load_i). Source: Wang et al. 2024
   (arXiv:2408.15664), algorithm 1.
 

@@ -16,7 +16,7 @@ cannot begin before the sizes are read, and kernels already launched by the othe
 device is now idle, from the read to the next launch.
 
 Shapes: N tokens on this rank, K experts per token, R ranks in the group, E experts, L = E / R experts on this rank, M
-    rows for this rank, D features, F features of an expert.
+rows for this rank, D features, F features of an expert.
 """
 
 from __future__ import annotations

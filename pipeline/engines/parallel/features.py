@@ -4,7 +4,7 @@ Recorded tensors are part of the autograd graph, so that a loss on them trains e
 does not free them, and the recomputation in the backward pass records nothing.
 
 Shapes: B samples, T positions of this rank, D features, H heads, K key/value heads, d head size; in a tensor-parallel
-    decoder hidden states [B, T / tp, D] and H / tp, K / tp heads.
+decoder hidden states [B, T / tp, D] and H / tp, K / tp heads.
 """
 
 from __future__ import annotations

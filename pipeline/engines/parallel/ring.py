@@ -14,7 +14,7 @@ to in full.
 While a block is computed, the next keys are being sent; in the backward pass, also the gradients of the previous block.
 
 Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head size, e head size of values. Keys and
-    values circulate as one tensor [B, K, T, d + e].
+values circulate as one tensor [B, K, T, d + e].
 """
 
 from __future__ import annotations

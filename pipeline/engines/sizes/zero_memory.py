@@ -4,12 +4,12 @@
 elements.
 
 - Stage 1 in bf16 with fp32 accumulation uses `bf16_optimizer.BF16_Optimizer`, which has no bucket. It permanently has
-    an fp32 gradient of all elements; from the first backward pass of a step to the step's end, also all bf16 gradients.
-    After the last backward pass it reduces through flat copies of 5e8 elements.
+  an fp32 gradient of all elements; from the first backward pass of a step to the step's end, also all bf16 gradients.
+  After the last backward pass it reduces through flat copies of 5e8 elements.
 - Other runs at stage 1, and stage 2, use `zero.stage_1_and_2`. The first gradient of a backward pass allocates a bucket
-    of the whole `reduce_bucket_size` (two with `overlap_comm`), in the model's dtype, or at stage 1 in the dtype of
-    accumulation. A pipeline allocates another bucket, in the dtype of communication, when it reduces after all backward
-    passes.
+  of the whole `reduce_bucket_size` (two with `overlap_comm`), in the model's dtype, or at stage 1 in the dtype of
+  accumulation. A pipeline allocates another bucket, in the dtype of communication, when it reduces after all backward
+  passes.
 - Stage 3 (`zero.stage3`) permanently has one bucket, in the dtype of communication.
 """
 
