@@ -39,22 +39,22 @@ OUTER_STATES = ("outer_weight", "outer_momentum", "outer_error")
 
 
 def weight_key(name: str) -> str:
-    """Key of a parameter's fp32 value."""
+    """Returns the key of a parameter's fp32 value."""
     return f"weight/{name}"
 
 
 def moment_key(moment: str, name: str) -> str:
-    """Key of one of a parameter's optimizer states."""
+    """Returns the key of one of a parameter's optimizer states."""
     return f"{moment}/{name}"
 
 
 def parameter_keys(name: str, kind: OptimizerKind) -> list[str]:
-    """Keys of a parameter's value and of its optimizer states, in the order of `kind.states`."""
+    """Returns the keys of a parameter's value and of its optimizer states, in the order of `kind.states`."""
     return [weight_key(name), *(moment_key(state, name) for state in kind.states)]
 
 
 def buffer_key(name: str) -> str:
-    """Key of a persistent buffer."""
+    """Returns the key of a persistent buffer."""
     return f"buffer/{name}"
 
 

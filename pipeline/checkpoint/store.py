@@ -39,7 +39,7 @@ class CheckpointStore:
         self._damaged: set[Path] = set()
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Finished checkpoints, newest first."""
+        """Returns the finished checkpoints, newest first."""
         return [Checkpoint(path, step) for step, path in finished_checkpoints(self._root.parent)]
 
     def candidates(self) -> list[Checkpoint]:
@@ -54,7 +54,7 @@ class CheckpointStore:
         return sorted([*here, *found], key=lambda each: each.step, reverse=True)  # stable
 
     def path_of(self, step: int) -> Path:
-        """Final directory of the checkpoint of a step."""
+        """Returns the final directory of the checkpoint of a step."""
         return self._root / f"{PREFIX}{step:08d}"
 
     def create_staging(self, step: int) -> Path:

@@ -132,7 +132,8 @@ class TokenDataset:
             stat_files: whether to compare the sizes of the files now; otherwise each is compared at its first read.
 
         Raises:
-            DataError: no such directory, split or source, a missing or truncated file, or less than one window.
+            DataError: the directory, split or source does not exist, a file is missing or truncated, or there is less
+                than one window.
         """
         origin = str(path)
         path, manifest, files, stat_files = find_tokens(path, manifest, files, stat_files)
@@ -236,7 +237,7 @@ class TokenDataset:
             self.files.read_ahead_masks(self._shard_spans(self.spans(windows)))
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
-        """Document boundaries within windows, from the index alone; no token is read.
+        """Returns the document boundaries within windows, from the index alone; no token is read.
 
         Args:
             windows: int64 [n], each in 0..self.windows-1.
@@ -262,13 +263,13 @@ class TokenDataset:
         return shards, wanted - self._first_window[shards]
 
     def sources_of(self, windows: npt.ArrayLike) -> list[str | None]:
-        """Name of the source of each window [n]; None where the manifest names none."""
+        """Returns the name of the source of each window [n]; None where the manifest names none."""
         entries = self.manifest.details["splits"][self.split]["shards"]
         names = [entries[i].get("source") for i in self.chosen]
         return [names[shard] for shard in self.locate(windows)[0]]
 
     def file(self, shard: int) -> IndexedTokens:
-        """The open token file of a shard.
+        """Returns the open token file of a shard.
 
         Raises:
             DataError: the file is damaged, or does not match the manifest.
@@ -276,11 +277,11 @@ class TokenDataset:
         return self.files.file(self._folder + self._names[shard], self._sizes[shard])
 
     def shard_spans(self, windows: npt.ArrayLike) -> list[ShardSpan]:
-        """The spans of shards that hold the tokens of windows."""
+        """Returns the spans of shards that hold the tokens of windows."""
         return self._shard_spans(self.spans(windows))
 
     def prefixes(self, windows: npt.ArrayLike | None = None) -> list[str]:
-        """The shards of windows, each once; all shards when `windows` is None."""
+        """Returns the shards of windows, each once; all shards when `windows` is None."""
         shards = range(len(self._names)) if windows is None else np.unique(self.locate(windows)[0]).tolist()
         return [self._folder + self._names[shard] for shard in shards]
 
@@ -327,7 +328,7 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
         stat_files: whether to compare the sizes; without it, only the names are checked.
 
     Raises:
-        DataError: no such split or source, or a file that is missing or of another size.
+        DataError: the split or source does not exist, or a file is missing or has another size.
     """
     splits = manifest.details["splits"]
     if split not in splits:
@@ -363,14 +364,14 @@ def tokenizer_details(manifest: Manifest) -> dict[str, Any]:
 
 
 def padding_id(manifest: Manifest) -> int:
-    """The id of padding tokens: pad_id, else eos_id, else 0. No loss depends on it, since padding is masked."""
+    """Returns the id of padding tokens: pad_id, else eos_id, else 0. No loss depends on it, since padding is masked."""
     details = tokenizer_details(manifest)
     given = (details.get(key) for key in ("pad_id", "eos_id"))
     return next((int(number) for number in given if number is not None), 0)
 
 
 def choose_windows(available: int, wanted: int | None) -> I64:
-    """int64 indices of the windows to evaluate: all, or `wanted`, evenly spaced so that no source dominates.
+    """Returns int64 indices of the windows to evaluate: all, or `wanted`, evenly spaced so that no source dominates.
 
     A shard holds documents of one source, so the first windows of a split would all be of the first source.
     """

@@ -49,7 +49,7 @@ class SpanReader(Protocol):
     """Reads tokens and loss masks of shards; opens a shard on first use."""
 
     def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """The tokens of spans, [length] each.
+        """Returns the tokens of spans, [length] each.
 
         Raises:
             DataError: a shard cannot be read, or differs from its manifest.
@@ -57,7 +57,7 @@ class SpanReader(Protocol):
         ...
 
     def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """The loss masks of spans, uint8 [length] each."""
+        """Returns the loss masks of spans, uint8 [length] each."""
         ...
 
     def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
@@ -92,7 +92,7 @@ class OpenFiles:
         return len(self._open)
 
     def get(self, prefix: str, tokens: int) -> Opened:
-        """The open file of a prefix.
+        """Returns the open file of a prefix.
 
         Raises:
             DataError: the file does not hold `tokens` tokens, or is missing or damaged.
@@ -108,7 +108,7 @@ class OpenFiles:
         return found
 
     def mask(self, prefix: str, tokens: int) -> OpenedMask:
-        """The open loss mask of a prefix.
+        """Returns the open loss mask of a prefix.
 
         Raises:
             DataError: the mask is missing, or does not have `tokens` entries.

@@ -66,7 +66,7 @@ class Fim:
     bos: int | None = None
 
     def boundaries(self, boundaries: DocumentBoundaries, samples: I64) -> DocumentBoundaries:
-        """Document boundaries after the transformation. No token is read.
+        """Returns the document boundaries after the transformation. No token is read.
 
         Args:
             boundaries: document boundaries before the transformation.
@@ -86,7 +86,7 @@ class Fim:
         return DocumentBoundaries(parts.sample[kept], at[kept], np.minimum(boundaries.used + whole, self.length + 1))
 
     def rows(self, rows: npt.NDArray[Any], boundaries: DocumentBoundaries, samples: I64) -> npt.NDArray[Any]:
-        """The samples after the transformation.
+        """Returns the samples after the transformation.
 
         Args:
             rows: [n, S + 1], tokens before the transformation.
@@ -134,7 +134,7 @@ class Fim:
         return np.asarray(drawn & (parts.length >= _SHORTEST), dtype=np.bool_)
 
     def _random(self, what: str, parts: _SampleDocuments, samples: I64) -> I64:
-        """A pseudo-random number in 0.._RANGE-1 for each document, a function of seed, sample and document index."""
+        """Returns a pseudo-random number in 0.._RANGE-1 per document, a function of seed, sample and document index."""
         location = samples[parts.sample] * (self.length + 1) + parts.number
         return permute(location, size=_RANGE, key=derive_key(self.seed, "fim", what))
 

@@ -139,7 +139,7 @@ def _mask_non_targets(
 
 
 def cut(whole: npt.NDArray[Any], chunks: Sequence[range]) -> npt.NDArray[Any]:
-    """The columns of the chunks; a view of `whole` if there is one chunk."""
+    """Returns the columns of the chunks; a view of `whole` if there is one chunk."""
     parts = [whole[:, chunk.start : chunk.stop] for chunk in chunks]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 

@@ -140,7 +140,7 @@ class DataMixture:
                 yield self.sources[number], location.window[location.source == number]
 
     def boundaries(self, samples: npt.ArrayLike) -> DocumentBoundaries:
-        """Document boundaries within samples; see `TokenDataset.boundaries`. No token is read."""
+        """Returns the document boundaries within samples; see `TokenDataset.boundaries`. No token is read."""
         location = self.order.locate(samples)
         parts = []
         for number in np.unique(location.source):

@@ -138,19 +138,19 @@ class RemoteShards:
         return found
 
     def index(self, prefix: str) -> Index:
-        """The index of a shard."""
+        """Returns the index of a shard."""
         url, manifest = self._directory(prefix)
         name = f"{prefix.removeprefix(f'{url}/')}.idx"
         folder = cache_root() / "indexes" / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
         return Index(f"{prefix}.idx", str(folder / name), manifest.files[name]["sha256"])
 
     def index_bytes(self, prefix: str) -> int:
-        """Size of the index of a shard."""
+        """Returns the size of the index of a shard."""
         url, manifest = self._directory(prefix)
         return int(manifest.files[f"{prefix.removeprefix(f'{url}/')}.idx"]["bytes"])
 
     def tokens(self, spans: Sequence[ShardSpan]) -> list[Bytes]:
-        """The byte ranges of the tokens of spans."""
+        """Returns the byte ranges of the tokens of spans."""
         return [_bytes(each, ".bin", self._dtype(each).itemsize) for each in spans]
 
     def _directory(self, prefix: str) -> tuple[str, Manifest]:
@@ -244,7 +244,7 @@ def check_objects(url: str, manifest: Manifest) -> None:
 
 
 def masks(spans: Sequence[ShardSpan]) -> list[Bytes]:
-    """The byte ranges of the loss masks of spans."""
+    """Returns the byte ranges of the loss masks of spans."""
     return [_bytes(each, MASK, 1) for each in spans]
 
 

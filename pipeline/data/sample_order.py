@@ -67,7 +67,7 @@ class SampleOrder:
         return SampleLocation(source, window)
 
     def samples_drawn(self, samples: int) -> I64:
-        """Number of samples drawn from each source among the first `samples`: int64 [sources]."""
+        """Returns the number of samples drawn from each source among the first `samples`: int64 [sources]."""
         return self._sources.samples_drawn(samples)
 
     def epochs(self, samples: int) -> list[float]:

@@ -44,12 +44,12 @@ class Skips:
         return Skips((*before, Skip(since + 1, window)))
 
     def samples(self, step: int, *, per_step: int) -> range:
-        """Global sample numbers of a step of `per_step` samples."""
+        """Returns the global sample numbers of a step of `per_step` samples."""
         first = (self.data_step(step) - 1) * per_step
         return range(first, first + per_step)
 
     def plain(self) -> list[list[int]]:
-        """The skips as plain JSON: [[at, steps], ...]."""
+        """Returns the skips as plain JSON: [[at, steps], ...]."""
         return [[skip.at, skip.steps] for skip in self.skips]
 
     @classmethod

@@ -56,7 +56,7 @@ class StagedCopy:
 
 
 def copy_path(to: Path, origin: str | Path, manifest: Manifest) -> Path:
-    """The path of the copy of a tokens directory."""
+    """Returns the path of the copy of a tokens directory."""
     return to / f"{PurePosixPath(origin).name}-{manifest.fingerprint[:16]}"
 
 
@@ -128,7 +128,7 @@ def remove_copy(copy: Path) -> bool:
 
 
 def _used(copy: Path) -> Path:
-    """Path of the lock file on which readers of a copy hold a shared lock."""
+    """Returns the path of the lock file on which readers of a copy hold a shared lock."""
     return copy.parent / f".{copy.name}.used"
 
 
@@ -195,7 +195,7 @@ def _left_behind(final: Path) -> list[Path]:
 
 
 def _bytes_on_disk(directory: Path) -> int:
-    """Bytes of the disk blocks of a directory's files; 0 for a directory that does not exist."""
+    """Returns the bytes of the disk blocks of a directory's files; 0 for a directory that does not exist."""
     found = 0
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):  # another process may be removing or renaming it

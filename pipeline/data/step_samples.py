@@ -57,7 +57,7 @@ class StepSamples:
         return self._of_rows >= self._batch.samples
 
     def all(self, step: int) -> npt.NDArray[np.int64]:
-        """Global numbers of all samples of a step."""
+        """Returns the global numbers of all samples of a step."""
         return np.asarray(self._first_sample(step) + np.arange(self._batch.samples), dtype=np.int64)
 
     def counted(self, step: int) -> npt.NDArray[np.int64]:
@@ -70,7 +70,7 @@ class StepSamples:
         return self._skips.samples(step, per_step=self._batch.samples)[0]
 
     def rows(self, step: int) -> npt.NDArray[np.int64]:
-        """Global sample numbers of this rank's rows of a step; padding rows repeat the last sample."""
+        """Returns the global sample numbers of this rank's rows of a step; padding rows repeat the last sample."""
         rows = np.minimum(self._of_rows, self._batch.samples - 1)
         return np.asarray(self._first_sample(step) + rows, dtype=np.int64)
 

@@ -3,7 +3,7 @@
 The sources are the leaves of a binary tree. For every n, round(n x share) of the first n samples at a node belong to
 its left child. Each source is therefore spread evenly, and its number of samples in a whole run is exact to a few. So
 sample i belongs to one source and is that source's k-th sample. Weights may change at given samples (a curriculum):
-each stage has a tree of its own and continues the counts of the stage before.
+each stage has its own tree and continues the counts of the previous stage.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeightedSources:
             self._before.append(self._before[-1] + self._drawn_in(number, length))
 
     def locate(self, samples: I64) -> tuple[I64, I64]:
-        """Source of each global sample, and its index among that source's samples: int64 [n] each."""
+        """Returns the source of each global sample, and its index among that source's samples: int64 [n] each."""
         source, nth = np.empty_like(samples), np.empty_like(samples)
         stage = np.searchsorted(self._starts, samples, side="right") - 1
         for number in np.unique(stage):
@@ -57,7 +57,7 @@ class WeightedSources:
         return source, nth
 
     def samples_drawn(self, samples: int) -> I64:
-        """Number of samples drawn from each source among the first `samples`: int64 [sources]."""
+        """Returns the number of samples drawn from each source among the first `samples`: int64 [sources]."""
         stage = int(np.searchsorted(self._starts, samples, side="right")) - 1
         return self._before[stage] + self._drawn_in(stage, samples - int(self._starts[stage]))
 

@@ -93,12 +93,12 @@ class AttentionContext:
 
 
 def attention_windows(config: Any) -> set[int | None]:
-    """The sliding windows of a model's layers, from its Hugging Face config; None is full attention."""
+    """Returns the sliding windows of a model's layers, from its Hugging Face config; None is full attention."""
     return {window_of(config, layer) for layer in range(config.num_hidden_layers)}
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
+    """Returns the sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types:

@@ -32,7 +32,7 @@ class ModelSize:
     flops_per_token: float | None
 
     def non_embedding(self, *, tied: bool) -> int:
-        """Active parameters without input embedding and output head.
+        """Returns the number of active parameters without input embedding and output head.
 
         Args:
             tied: whether the head is the input embedding.
@@ -61,7 +61,7 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
 
 
 def _inactive(model: nn.Module, config: PretrainedConfig) -> int:
-    """Number of parameters in routed experts not chosen for a token; shared experts are always active."""
+    """Returns the number of parameters in routed experts not chosen for a token; shared experts are always active."""
     experts = next((n for n in (getattr(config, name, None) for name in EXPERTS) if n), None)
     chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if n), None)
     if not experts or not chosen:

@@ -213,14 +213,14 @@ def _refuse_unknown_keys(kind: str, given: HfFields) -> None:
 
 
 def known_keys(kind: str) -> set[str]:
-    """The keys that an architecture's config accepts, with aliases (`attribute_map`)."""
+    """Returns the keys that an architecture's config accepts, with aliases (`attribute_map`)."""
     config_class = CONFIG_MAPPING[kind]
     signature, named = inspect.signature(config_class.__init__).parameters, config_class.attribute_map
     return {*signature, *named, *named.values(), "model_type", "per_layer_config"} - {"self", "kwargs"}
 
 
 def optional_keys(kind: str) -> set[str]:
-    """Keys that a config class does not list, but layers read if present, e.g. `head_dim` in Qwen3-MoE."""
+    """Returns the keys that a config class does not list, but layers read if present, e.g. `head_dim` in Qwen3-MoE."""
     configuration = Path(inspect.getfile(CONFIG_MAPPING[kind]))
     modeling = configuration.with_name(configuration.name.replace("configuration_", "modeling_"))
     if not modeling.is_file():

@@ -89,7 +89,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
 
 
 def unknown_fused(forms: Mapping[str, MatrixForm]) -> list[str]:
-    """Names, without layer numbers, of projections that count as one matrix but seem to be several."""
+    """Returns the names, without layer numbers, of projections that count as one matrix but seem to be several."""
     whole = [name for name, form in forms.items() if len(form.parts) == 1 and _FUSED_NAME.search(name)]
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in whole})
 
@@ -127,7 +127,7 @@ Layout = tuple[int, tuple[int, ...]]
 
 
 def _fused(projection: str, config: Any, *, outputs: int) -> Layout:
-    """Layout of a projection's matrices; one matrix if the projection is unknown or its widths do not fit."""
+    """Returns layout of a projection's matrices; one matrix if the projection is unknown or its widths do not fit."""
     for pattern, rule in _RULES:
         if re.fullmatch(pattern, f"{config.model_type}:{projection}"):
             groups, parts = rule(config, outputs)

@@ -86,14 +86,14 @@ def differ(config: PretrainedConfig) -> bool:
 
 
 def global_value(config: PretrainedConfig, key: str) -> Any:
-    """A value of a config, or None; if some layers have their own values, the value of all others."""
+    """Returns a value of a config, or None; if some layers have their own values, the value of all others."""
     if not differ(config):
         return getattr(config, key, None)
     return config.to_dict().get(config.attribute_map.get(key, key))
 
 
 def attention_widths(config: PretrainedConfig) -> list[int]:
-    """Heads x head size of every layer; zeros for a model without attention heads."""
+    """Returns heads x head size of every layer; zeros for a model without attention heads."""
     layers: Any = config.per_layer_config if differ(config) else [config] * config.num_hidden_layers
     return [_attention_width(layer) for layer in layers]
 

@@ -203,7 +203,7 @@ def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, k
 
 
 def _block_range(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of every block: [B, Q] -> [B, n] each."""
+    """Returns the smallest and largest value of every block: [B, Q] -> [B, n] each."""
     blocks = -(-values.shape[1] // BLOCK)
     missing = blocks * BLOCK - values.shape[1]
     padded = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1) if missing else values

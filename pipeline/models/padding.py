@@ -75,7 +75,7 @@ def check_padded_positions(model: nn.Module, *, sequence_length: int) -> None:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Longest sequence that a model can compute, in positions; None if its config sets no limit."""
+    """Returns the longest sequence that a model can compute, in positions; None if its config sets no limit."""
     config: Any = model.config
     given = getattr(config, "max_position_embeddings", None) or None
     after_padding = [module.num_embeddings - _before(model, module) for module in _padded_positions(model)]
@@ -88,7 +88,7 @@ def _before(model: nn.Module, positions: Any) -> int:
 
 
 def _padded_positions(model: nn.Module) -> list[Any]:
-    """Position embeddings that have a row for padding."""
+    """Returns the position embeddings that have a row for padding."""
     return [
         module
         for name, module in model.named_modules()

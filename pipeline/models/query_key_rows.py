@@ -93,7 +93,7 @@ def attention_heads(model: nn.Module) -> list[AttentionHeads]:
 
 
 def norms_of_heads(module: nn.Module) -> list[str]:
-    """Names of the norms of queries and keys in an attention module."""
+    """Returns the names of the norms of queries and keys in an attention module."""
     return [name for name, _ in module.named_children() if NORM.fullmatch(name.lower())]
 
 

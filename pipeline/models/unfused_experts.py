@@ -103,7 +103,7 @@ def _unfused(model: nn.Module, name: str) -> UnfusedExperts:
 
 
 def _leaves(model: nn.Module, name: str, value: Tensor) -> list[str]:
-    """Names in files of the parts of expert 0, in their order in the stacked tensor."""
+    """Returns the names in files of the parts of expert 0, in their order in the stacked tensor."""
     (group,) = groups_of_model(model, [name])
     if group.converter is None:
         raise _unknown(name, "transformers stores it as it is")

@@ -58,12 +58,12 @@ def _layout(manifest: Manifest) -> str:
 
 
 def unfinished_checkpoints(run: Path) -> list[str]:
-    """Names of staging directories: checkpoints being written, or left half-written by a killed run."""
+    """Returns the names of staging directories: checkpoints being written, or left half-written by a killed run."""
     return sorted(path.name for path in (run / "checkpoints").glob(".step-*.partial"))
 
 
 def tensor_rows(checkpoint: Checkpoint) -> list[Row]:
-    """One row per tensor.
+    """Makes one row per tensor.
 
     Raises:
         CheckpointError: the metadata cannot be read.
@@ -82,7 +82,7 @@ def tensor_rows(checkpoint: Checkpoint) -> list[Row]:
 
 
 def checkpoint_table(rows: Sequence[Row]) -> Table:
-    """Table of checkpoints."""
+    """Makes the table of checkpoints."""
     table = Table()
     for name, justify in (("step", "right"), ("samples", "right"), ("layout", "left"), ("size", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def checkpoint_table(rows: Sequence[Row]) -> Table:
 
 
 def tensor_table(rows: Sequence[Row], title: str) -> Table:
-    """Table of tensors."""
+    """Makes the table of tensors."""
     table = Table(title=title)
     for name in ("tensor", "shape", "dtype"):
         table.add_column(name, overflow="fold")

@@ -15,7 +15,7 @@ from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
 def trained_config(manifest: Manifest) -> PretrainedConfig:
-    """The Hugging Face config of the model."""
+    """Returns the Hugging Face config of the model."""
     stored: dict[str, Any] = _with_infinities(manifest.details["hf_config"])
     return AutoConfig.for_model(stored.pop("model_type"), **stored)
 
@@ -33,7 +33,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def attention_implementation(manifest: Manifest) -> str:
-    """Attention implementation of the training; sdpa in place of flash attention, which needs a GPU.
+    """Returns the attention implementation of the training; sdpa in place of flash attention, which needs a GPU.
 
     Eager where transformers has no sdpa for the architecture. In training, sdpa stands for headrace's own attention,
     and has no effect on a model without attention heads (Mamba-2, RWKV).
@@ -45,7 +45,7 @@ def attention_implementation(manifest: Manifest) -> str:
 
 
 def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
-    """The model, on the meta device.
+    """Returns the model, on the meta device.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -54,7 +54,7 @@ def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
 
 
 def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:
-    """Parameter name -> full shape.
+    """Returns the full shape of every parameter, by name.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -63,7 +63,7 @@ def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:
 
 
 def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
-    """Name -> shape of every persistent buffer.
+    """Returns the shape of every persistent buffer, by name.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -72,7 +72,7 @@ def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
 
 
 def trained_matrices(manifest: Manifest) -> dict[str, MatrixForm]:
-    """Hidden matrices, which an optimizer like Muon treats differently, by parameter name.
+    """Returns the hidden matrices, which an optimizer like Muon treats differently, by parameter name.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.

@@ -62,7 +62,7 @@ def _optimizer(step: torch.Tensor) -> dict[str, Any]:
 
 
 def _head(state: TrainedState) -> dict[str, Any]:
-    """The state of DeepSpeed's engine (`mp_rank_00_model_states.pt`)."""
+    """Returns the state of DeepSpeed's engine (`mp_rank_00_model_states.pt`)."""
     return {
         "module": {name: buffer.read() for name, buffer in state.buffers().items()},
         "buffer_names": list(state.buffers()),

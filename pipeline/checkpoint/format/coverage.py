@@ -27,7 +27,7 @@ _MASK = 2**64 - 1
 
 
 def mixed(values: Ints, seed: int) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of every value (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
+    """Returns a 64-bit hash of every value (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
     x = values.astype(np.uint64) + np.uint64(seed * _GOLDEN & _MASK)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

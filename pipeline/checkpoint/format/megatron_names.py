@@ -89,7 +89,7 @@ class MegatronNames:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> MegatronNames | None:
-        """Names for the model of a Hugging Face config; None for an unknown family."""
+        """Returns the names for the model of a Hugging Face config; None for an unknown family."""
         family = FAMILIES.get(str(hf_config.get("model_type")))
         if family is None:
             return None

@@ -66,7 +66,7 @@ _READING_ERRORS = (
 
 
 def metadata_name(directory: Path) -> str:
-    """Name of the file that holds a checkpoint's metadata."""
+    """Returns the name of the file that holds a checkpoint's metadata."""
     return METADATA if (directory / METADATA).exists() else TORCH_METADATA
 
 
@@ -86,7 +86,7 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
 
 
 def encode_metadata(metadata: CheckpointMetadata) -> bytes:
-    """The contents of `metadata.npz`."""
+    """Returns the contents of `metadata.npz`."""
     table = metadata.table
     header = {"format": FORMAT, "tensors": tensors_to_json(table.tensors), "files": metadata.files}
     arrays: dict[str, Any] = {

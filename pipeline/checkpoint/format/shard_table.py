@@ -89,7 +89,7 @@ class ShardTable:
         return np.asarray(self.sizes.prod(axis=1) * itemsize[self.tensor_of_row])
 
     def rows(self, tensor: int) -> range:
-        """The rows of a tensor."""
+        """Returns the rows of a tensor."""
         return range(int(self.first_row[tensor]), int(self.first_row[tensor + 1]))
 
     def rectangle(self, row: int) -> Rectangle:
@@ -98,7 +98,7 @@ class ShardTable:
         return Rectangle(tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist()))
 
     def rectangles(self, tensor: int) -> list[Rectangle]:
-        """The shards of a tensor."""
+        """Returns the shards of a tensor."""
         rows, dims = slice(*self.first_row[tensor : tensor + 2]), len(self.tensors[tensor].shape)
         pairs = zip(self.offsets[rows, :dims].tolist(), self.sizes[rows, :dims].tolist(), strict=True)
         return [Rectangle(tuple(offsets), tuple(sizes)) for offsets, sizes in pairs]
@@ -175,7 +175,7 @@ def all_parts(state: State) -> list[Tensor]:
 
 
 def part_at(value: NamedShard | Tensor, offsets: tuple[int, ...]) -> Tensor:
-    """The values of a shard of a state's entry, a view in the shard's shape."""
+    """Returns the values of a shard of a state's entry, a view in the shard's shape."""
     return parts_of(value)[offsets].detach()
 
 
@@ -213,7 +213,7 @@ def decode_rows(tensors: tuple[StoredTensor, ...], data: bytes) -> ShardTable:
 
 
 def tensors_to_json(tensors: Sequence[StoredTensor]) -> list[list[Any]]:
-    """Key, shape and dtype name of every tensor."""
+    """Returns key, shape and dtype name of every tensor."""
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in {each.dtype for each in tensors}}
     return [[each.key, each.shape, names[each.dtype]] for each in tensors]
 

@@ -89,7 +89,7 @@ class NamedShard:
         return made
 
     def size(self) -> torch.Size:
-        """Full shape; `torch.distributed.checkpoint` compares it with the stored one."""
+        """Returns the full shape; `torch.distributed.checkpoint` compares it with the stored one."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:

@@ -228,12 +228,12 @@ class DcpFolder:
         return cls(folder, tensors, {key: found[key] for key in plain}, metadata, reader)
 
     def tensor(self, key: str) -> LazyTensor:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         stored = self.tensors[key]
         return LazyTensor(tuple(stored.shape), stored.dtype, partial(self._read, key, 0, tuple(stored.shape)))
 
     def row(self, key: str, index: int) -> LazyTensor:
-        """One entry along the first dim of a tensor, without that dim."""
+        """Returns one entry along the first dim of a tensor, without that dim."""
         stored = self.tensors[key]
         shape = tuple(stored.shape[1:])
         start = index * torch.Size(shape).numel()

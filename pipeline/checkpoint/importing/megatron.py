@@ -223,7 +223,7 @@ def _found(values: Any, key: str) -> Iterator[Any]:
 
 
 def _loss_scale(common: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """State of Megatron's dynamic loss scaler, as in `SourceCheckpoint.loss_scale`."""
+    """Returns the state of Megatron's dynamic loss scaler, as in `SourceCheckpoint.loss_scale`."""
     for scaler in _found(common.get("optimizer"), "grad_scaler"):
         if "growth_tracker" in scaler:
             return float(scaler["scale"]), float(scaler["growth_tracker"]), float(scaler["hysteresis_tracker"])

@@ -155,7 +155,7 @@ class _StoppedError(Exception):
 
 
 def room(directory: Path) -> int:
-    """Bytes that may be written into a directory of a tmpfs; negative if less than the margin is free."""
+    """Returns the bytes that may be written into a directory of a tmpfs; negative if less than the margin is free."""
     disk = os.statvfs(directory)
     found = [disk.f_bavail * disk.f_frsize - int(MARGIN * disk.f_blocks * disk.f_frsize)]
     with suppress(OSError, AssertionError):
@@ -168,7 +168,7 @@ def room(directory: Path) -> int:
 
 
 def _of_cgroups(own: str, mounted: Path) -> Iterator[int]:
-    """Free bytes, less the margin, of each limited cgroup that this process is in.
+    """Yields the free bytes, less the margin, of each limited cgroup that this process is in.
 
     Args:
         own: the contents of /proc/self/cgroup.
@@ -194,6 +194,6 @@ def _of_cgroups(own: str, mounted: Path) -> Iterator[int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of cached files that the kernel drops when memory is short."""
+    """Returns the bytes of cached files that the kernel drops when memory is short."""
     rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))

@@ -44,7 +44,7 @@ class MemoryFolder:
 
     @classmethod
     def of(cls, directory: str, run_dir: Path) -> MemoryFolder:
-        """The folder of a run.
+        """Returns the folder of a run.
 
         Args:
             directory: a tmpfs, the value of `run.in_memory_checkpoints`.
@@ -60,15 +60,15 @@ class MemoryFolder:
         return self.root / self.name
 
     def folder(self, step: int) -> Path:
-        """Directory of the copies of one checkpoint."""
+        """Returns the directory of the copies of one checkpoint."""
         return self.path / f"{PREFIX}{step:08d}"
 
     def partial(self, step: int, rank: int) -> Path:
-        """Directory in which a rank's copy is built."""
+        """Returns the directory in which a rank's copy is built."""
         return self.path / f".{rank}-{step}{_PARTIAL}"
 
     def sizes(self, step: int) -> dict[str, int]:
-        """Sizes of the copies of a checkpoint: file name -> bytes."""
+        """Returns the sizes of the copies of a checkpoint: file name -> bytes."""
         found: dict[str, int] = {}
         with suppress(OSError):
             for path in self.folder(step).iterdir():

@@ -43,7 +43,7 @@ class ReadBytes:
         self.memory = self.other_nodes = self.run_dir = 0
 
     def values(self) -> dict[str, int]:
-        """The counts: source -> bytes."""
+        """Returns the counts: source -> bytes."""
         return {"memory": self.memory, "other_nodes": self.other_nodes, "run_dir": self.run_dir}
 
 

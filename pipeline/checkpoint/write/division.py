@@ -44,7 +44,7 @@ class Division:
         return np.searchsorted(self.writer[self.file_order], np.arange(self.ranks + 1))
 
     def written_by(self, rank: int) -> Ints:
-        """The rows of `table` that a rank writes, in the order in which it writes them."""
+        """Returns the rows of `table` that a rank writes, in the order in which it writes them."""
         return self.file_order[self.borders[rank] : self.borders[rank + 1]]
 
 
@@ -109,7 +109,7 @@ def _widened(values: Ints, dims: int, fill: int) -> Ints:
 
 
 def _corners(rows: ShardTable) -> tuple[Ints, Ints]:
-    """Flat indices of the first and the last element of every row, int64 [N] each, with all tensors concatenated.
+    """Returns flat indices of the first and last element of every row, int64 [N] each, with all tensors concatenated.
 
     The two determine the rectangle of a row that lies inside its tensor, and sort rows in the order of the tensors.
     """

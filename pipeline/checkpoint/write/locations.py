@@ -55,7 +55,7 @@ class MetadataWriter:
             self._encoded = None
 
     def encoded(self) -> bytes:
-        """The contents of the metadata file.
+        """Returns the contents of the metadata file.
 
         Raises:
             CheckpointError: a rank's locations are not known.
@@ -65,7 +65,7 @@ class MetadataWriter:
         return self._encoded
 
     def metadata(self) -> CheckpointMetadata:
-        """The metadata.
+        """Returns the metadata.
 
         Raises:
             CheckpointError: a rank's locations are not known.

@@ -43,7 +43,7 @@ class LazyTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
-        """The tensor converted to another dtype when it is read."""
+        """Returns the tensor converted to another dtype when it is read."""
         return self if dtype == self.dtype else LazyTensor(self.shape, dtype, lambda: self.read().to(dtype))
 
 

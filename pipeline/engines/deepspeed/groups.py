@@ -26,19 +26,19 @@ class ModelParallelUnit:
         self._pipe: dist.ProcessGroup = alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The data ranks, which have different tokens and the same parameters."""
+        """Returns the data ranks, which have different tokens and the same parameters."""
         return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of the data ranks."""
+        """Returns the global ranks of the data ranks."""
         return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of data ranks."""
+        """Returns the number of data ranks."""
         return dist.get_world_size(self._data)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index among the data ranks."""
+        """Returns this rank's index among the data ranks."""
         return dist.get_rank(self._data)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
@@ -46,33 +46,33 @@ class ModelParallelUnit:
         return self._tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """Number of model-parallel ranks."""
+        """Returns the number of model-parallel ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's index among the model-parallel ranks."""
+        """Returns this rank's index among the model-parallel ranks."""
         return dist.get_rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        """The tp ranks."""
+        """Returns the tp ranks."""
         return self._tensor
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Number of tp ranks."""
+        """Returns the number of tp ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's index among the tp ranks."""
+        """Returns this rank's index among the tp ranks."""
         return dist.get_rank(self._tensor)
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The group of this rank alone."""
+        """Returns the group of this rank alone."""
         return self._pipe
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Number of pipeline stages: one."""
+        """Returns the number of pipeline stages: one."""
         return 1
 
     def get_pipe_parallel_rank(self) -> int:
-        """Index of the only stage."""
+        """Returns the index of the only stage."""
         return 0

@@ -114,7 +114,7 @@ class _WithoutStep(TrainSchedule):  # type: ignore[misc]
     """DeepSpeed's 1F1B schedule without the optimizer step, which follows when every rank knows the loss."""
 
     def steps(self) -> Iterator[list[Any]]:
-        """The instructions of every clock tick of the schedule."""
+        """Yields the instructions of every clock tick of the schedule."""
         for commands in super().steps():
             yield [command for command in commands if not isinstance(command, OptimizerStep)]
 

@@ -217,7 +217,7 @@ def _is_stage3(optimizer: Any) -> bool:
 
 
 def flat_tensors(optimizer: Any) -> list[Tensor]:
-    """This rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
+    """Returns this rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
     if isinstance(optimizer, ReplicatedOptimizer):
         return list(optimizer.masters.values())
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
@@ -226,7 +226,7 @@ def flat_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def flat_slices(optimizer: Any, named: dict[str, nn.Parameter]) -> Iterator[FlatSlice]:
-    """This rank's slice of every parameter.
+    """Yields this rank's slice of every parameter.
 
     Args:
         optimizer: DeepSpeed's optimizer.

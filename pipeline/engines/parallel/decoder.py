@@ -92,7 +92,7 @@ class Decoder(nn.Module):
             fuse_head(causal.get_output_embeddings())  # type: ignore[operator]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's current parameters, by Hugging Face name."""
+        """Returns this rank's current parameters, by Hugging Face name."""
         return {name: getattr(*pairs[0]) for name, pairs in self._owners.items()}
 
     def set_parameter(self, name: str, parameter: nn.Parameter) -> None:

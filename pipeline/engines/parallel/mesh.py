@@ -64,7 +64,7 @@ class Mesh:
         return self._data.get_group() if axis == "data" else self._device_mesh[axis].get_group()
 
     def data_mesh(self) -> DeviceMesh:
-        """The 1-D device mesh of this rank's data ranks."""
+        """Returns the 1-D device mesh of this rank's data ranks."""
         return self._data
 
     def stage_group(self) -> dist.ProcessGroup | None:
@@ -89,7 +89,7 @@ class Mesh:
         return [own, *(each for each in more if each is not None)]
 
     def sharding_mesh(self) -> DeviceMesh:
-        """The device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
+        """Returns the device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
         if self._shard_size == self.size("data"):
             return self._data
         return self._device_mesh["replicate", "shard"]
@@ -101,7 +101,7 @@ class Mesh:
         return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]
 
     def expert_groups(self) -> dict[str, dist.ProcessGroup]:
-        """This rank's groups along ep and edp, perhaps of one rank; for layouts without replicas of shards."""
+        """Returns this rank's groups along ep and edp, perhaps of one rank; for layouts without replicas of shards."""
         assert self._experts is not None
         assert self._experts["edp_replicate"].size() == 1
         return {"ep": self._experts["ep"].get_group(), "edp": self._experts["edp_shard"].get_group()}

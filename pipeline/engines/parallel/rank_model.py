@@ -292,7 +292,7 @@ def rank_model(
 
 
 def first_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Name prefixes of the parameters that belong to the first stage of a pipeline: those before the layers."""
+    """Returns name prefixes of the parameters that belong to the first stage of a pipeline: those before the layers."""
     layer_list(model)
     return tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model))
 

@@ -131,7 +131,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def modules_before_layers(model: nn.Module) -> list[str]:
-    """Names of the base model's modules in the first stage: those that its plan lists before the layers."""
+    """Returns the names of the base model's modules in the first stage: those that its plan lists before the layers."""
     plan = list(model.config.base_model_pp_plan)  # type: ignore[union-attr, arg-type]
     return plan[: plan.index(layer_list(model)[0])]
 

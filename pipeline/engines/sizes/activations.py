@@ -213,7 +213,7 @@ def _sent(step: StepSizes) -> float:
 
 
 def _recomputed(step: StepSizes) -> float:
-    """Bytes of the layer that is recomputed for its backward pass."""
+    """Returns the bytes of the layer that is recomputed for its backward pass."""
     mode = step.run.config.memory.activation_checkpointing
     if mode == "none":
         return 0.0
@@ -225,7 +225,7 @@ def _layer_input(step: StepSizes) -> float:
 
 
 def whole_layer(step: StepSizes) -> float:
-    """Bytes for a layer's eager backward pass: norms (an fp32 copy, normalized, scaled), attention, MLP."""
+    """Returns the bytes for a layer's eager backward pass: norms (an fp32 copy, normalized, scaled), attention, MLP."""
     w, s, tp = step.widths, step.size, step.run.topology.tp
     norms = 2 * w.hidden * ((MASTER + s) / tp + s)
     if w.head_norms:
@@ -240,7 +240,7 @@ def whole_layer(step: StepSizes) -> float:
 
 
 def _experts(step: StepSizes) -> float:
-    """Bytes per token: input, gate and up, their activation and product, and output of every chosen expert.
+    """Returns the bytes per token: input, gate and up, their activation and product, and output of every chosen expert.
 
     With expert parallelism, all but the outputs count per row that a rank gets. The outputs count per row that it
     sends, since they have returned to the sending rank.

@@ -240,7 +240,7 @@ def _sharded(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _accumulated(step: StepSizes) -> int:
-    """Number of elements with gradients of earlier micro-batches when most activations exist.
+    """Returns the number of elements with gradients of earlier micro-batches when most activations exist.
 
     With interleaved stages and at most as many micro-batches as pipeline ranks, all micro-batches pass the last stage
     before the backward pass of another stage.
@@ -256,7 +256,7 @@ def _accumulated(step: StepSizes) -> int:
 
 
 def _mlp_gradients(step: StepSizes) -> float:
-    """Bytes of a layer's gradients when most of its activations exist: of the last of the MLP's three matrices.
+    """Returns bytes of a layer's gradients when most of its activations exist: of the last of the MLP's three matrices.
 
     Experts under expert parallelism have no gradients then; see `activations`.
     """

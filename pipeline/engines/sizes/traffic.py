@@ -143,7 +143,7 @@ def attention_gradients(layout: TrafficLayout) -> int:
 
 
 def _keys_and_values(layout: TrafficLayout) -> int:
-    """Bytes of a rank's keys and values in all layers and micro-batches."""
+    """Returns the bytes of a rank's keys and values in all layers and micro-batches."""
     return layout.micro_batches * len(layout.rank.layers) * layout.tokens * 2 * layout.widths.key_value * layout.size
 
 
@@ -162,19 +162,19 @@ def expert_counts(layout: TrafficLayout) -> int:
 
 
 def _sparse_layers(layout: TrafficLayout) -> int:
-    """Number of layers whose experts are divided by expert parallelism."""
+    """Returns the number of layers whose experts are divided by expert parallelism."""
     return sum(each > 0 for each in layout.rank.experts)
 
 
 def stage_messages(layout: TrafficLayout) -> int:
-    """Bytes that a pipeline rank sends: hidden states to the next stage, gradients to the previous stage."""
+    """Returns bytes that a pipeline rank sends: hidden states to the next stage, gradients to the previous stage."""
     rank = layout.rank
     borders = 2 * rank.stages - int(rank.first) - int(rank.last)
     return layout.micro_batches * borders * layout.hidden // layout.run.topology.tp
 
 
 def received_messages(layout: TrafficLayout) -> int:
-    """Bytes that a pipeline rank receives, as many as it sends."""
+    """Returns the bytes that a pipeline rank receives, as many as it sends."""
     return stage_messages(layout)
 
 
@@ -185,7 +185,7 @@ def tied_weights(layout: TrafficLayout) -> int:
 
 
 def numbers(layout: TrafficLayout) -> int:
-    """One fp64 all-reduce of numbers for the host: loss, its parts, squared norm, load of experts."""
+    """One fp64 all-reduce of numbers for the host: loss and its parts, squared norm, load of experts."""
     parts = 2 if layout.run.config.loss.z_loss else 0
     return 8 * (1 + parts + 1 + layout.routed)
 

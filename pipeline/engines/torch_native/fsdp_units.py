@@ -39,7 +39,7 @@ class Units:
     end: tuple[nn.Module, ...]
 
     def ordered(self) -> list[tuple[nn.Module, ...]]:
-        """All units, in the order of the forward pass."""
+        """Returns all units, in the order of the forward pass."""
         first = () if self.embedding is None else ((self.embedding,),)
         return [*first, *self.layers, *((self.end,) if self.end else ())]
 

@@ -212,6 +212,6 @@ def _apart(
 
 
 def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[StageLayers]:
-    """The (virtual) pipeline stages that this rank holds."""
+    """Returns the (virtual) pipeline stages that this rank holds."""
     stages, own = pipeline_stages(run, model), mesh.coordinates["pp"]
     return [stage for stage in stages if run.rank_of_stage(stage.index) == own]

@@ -59,7 +59,7 @@ class _Master:
     gradient: Tensor | None = None
 
     def values(self) -> Tensor:
-        """The fp32 master weight."""
+        """Returns the fp32 master weight."""
         if self.residual is None:
             return self.parameter.data
         return joined(self.weight.data, self.residual)
@@ -319,7 +319,7 @@ def _gradient(master: _Master) -> Tensor | None:
 
 
 def _by_size(masters: dict[str, _Master]) -> Iterator[list[str]]:
-    """Yields names of parameters to update together."""
+    """Yields the names of parameters to update together."""
     names: list[str] = []
     elements = 0
     for name, master in masters.items():

@@ -47,7 +47,7 @@ def write_card(folder: Path, details: Mapping[str, Any]) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model folder that hold weights, by name."""
+    """Returns the files of a model folder that hold weights, by name."""
     return sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 
@@ -117,7 +117,7 @@ def commit_with_card(
 
 
 def scheme_of(details: Mapping[str, Any]) -> str:
-    """The scheme of the weights, as users write it: W4A16, Q8_0; the dtype without quantization."""
+    """Returns the scheme of the weights, as users write it: W4A16, Q8_0; the dtype without quantization."""
     quantization = details.get("quantization") or {}
     return str(quantization.get("scheme") or quantization.get("weights") or details.get("dtype") or "unknown")
 
@@ -158,7 +158,7 @@ def _step_names(details: Mapping[str, Any]) -> list[str]:
 
 
 def _measured(details: Mapping[str, Any]) -> Iterator[str]:
-    """Held-out figures before and after a compression."""
+    """Yields held-out figures before and after a compression."""
     before, after = details.get("before") or {}, details.get("after") or {}
     rows = [
         ("weights, MB", "weight_bytes", lambda value: f"{value / 1e6:,.2f}"),
@@ -182,7 +182,7 @@ def _measured(details: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _heldout(details: Mapping[str, Any]) -> Iterator[str]:
-    """Held-out loss during training, if it was measured at this step."""
+    """Yields held-out loss during training, if it was measured at this step."""
     found = details.get("heldout")
     if found:
         yield "## Held-out figures\n"

@@ -103,7 +103,7 @@ def hub_datasets(corpora: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _stated(facts: CardFacts, gaps: Gaps, known: list[str]) -> FrontMatter:
-    """License and languages, which the Hub asks for on every card."""
+    """Returns the license and languages, which the Hub asks for on every card."""
     about: FrontMatter = {}
     if known:
         about["language"] = known

@@ -71,7 +71,7 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
 
 
 def _imported(checkpoint: Manifest) -> list[Ancestor]:
-    """The checkpoint of another trainer from which the run continues; its data is unknown."""
+    """Returns the checkpoint of another trainer from which the run continues; its data is unknown."""
     found = checkpoint.details.get("imported")
     if found is None:
         return []
@@ -162,7 +162,7 @@ def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[Ancest
 
 
 def _weights(mixture: Mapping[str, Any]) -> list[float]:
-    """The mixing weights of all sources; [] with budgets or a curriculum, where no single number exists."""
+    """Returns the mixing weights of all sources; [] with budgets or a curriculum, where no single number exists."""
     given = mixture.get("weights") or []
     if mixture.get("schedule") or any(weight is None for weight in given):
         return []
@@ -181,7 +181,7 @@ def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> Ancestor:
 
 
 def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = None) -> Ancestor:
-    """Sizes, sources, cleaning and deduplication of a split, from the manifest of a tokens directory.
+    """Returns the sizes, sources, cleaning and deduplication of a split, from the manifest of a tokens directory.
 
     Args:
         tokens: manifest of the tokens directory.
@@ -207,7 +207,7 @@ def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = No
 
 
 def tokenizer_of(tokens: Manifest) -> Ancestor:
-    """Kind, vocabulary size and fingerprint of a corpus's tokenizer."""
+    """Returns the kind, vocabulary size and fingerprint of a corpus's tokenizer."""
     tokenizer = tokens.details.get("tokenizer") or {}
     return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
 

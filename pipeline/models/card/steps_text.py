@@ -63,7 +63,7 @@ def processing_sentence(corpus: Mapping[str, Any]) -> str:
 
 
 def step_lines(number: int, step: Mapping[str, Any]) -> Iterator[str]:
-    """One step: its name, and its numbers as a table."""
+    """Yields one step: its name, and its numbers as a table."""
     kind = str(step["step"])
     yield f"### {number}. {_TITLES.get(kind, kind.capitalize())}\n"
     rows = list(_rows({key: value for key, value in step.items() if key != "step"}))

@@ -46,7 +46,7 @@ def size_range(tokens: int) -> str:
 
 
 def distinct_sources(lineage: Mapping[str, Any]) -> list[Ancestor]:
-    """The sources of all corpora; a source of several training steps counts once."""
+    """Returns the sources of all corpora; a source of several training steps counts once."""
     found = {
         (corpus["fingerprint"], source["name"]): source
         for corpus in lineage["corpora"]
@@ -84,7 +84,7 @@ def _general(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Iterat
 
 
 def _dependencies(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
-    """The base models: by the template, a model's modifier names them and reports only its own data."""
+    """Returns the base models: by the template, a model's modifier names them and reports only its own data."""
     given = [step for step in lineage["steps"] if step["step"] == "given"]
     if lineage["corpora"] and not given and not facts.base_model:
         return "none: the lineage begins with a training from initial values"
@@ -275,7 +275,7 @@ def _processing(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Ite
 
 
 def _steps_of(corpora: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The steps of data prep, as the manifests record them."""
+    """Yields the steps of data prep, as the manifests record them."""
     for corpus in corpora:
         if "cleaning" not in corpus:
             yield f"- Corpus `{corpus['fingerprint'][:12]}`: its processing is not recorded."

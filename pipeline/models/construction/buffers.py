@@ -26,7 +26,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Hugging Face name -> shape of every persistent buffer."""
+    """Returns the shape of every persistent buffer, by Hugging Face name."""
     return {name: buffer.shape for name, buffer in persistent_buffers(model).items()}
 
 

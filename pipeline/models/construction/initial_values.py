@@ -85,7 +85,7 @@ class InitByName(OwnBuffers):
         return filled(fills, shape, key=derive_key(self._seed, "init", name), box=box, device=device)
 
     def fills(self, name: str) -> tuple[Fill, ...] | None:
-        """The operations that initialize a parameter; None if the architecture's own code has to run."""
+        """Returns the operations that initialize a parameter; None if the architecture's own code has to run."""
         if name not in self._recorded:
             owner_name, _, key = name.rpartition(".")
             owner = self._model.get_submodule(owner_name)
@@ -106,7 +106,7 @@ class InitByName(OwnBuffers):
 
     @torch.no_grad()
     def _own_value(self, name: str) -> Tensor:
-        """The full value that the architecture's own code computes, fp32 on the CPU."""
+        """Returns the full value that the architecture's own code computes, fp32 on the CPU."""
         owner_name, _, key = name.rpartition(".")
         owner = self._model.get_submodule(owner_name)
         try:

@@ -57,5 +57,5 @@ def _builds(config: PretrainedConfig, dtype: torch.dtype) -> bool:
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Name -> full shape of every parameter; a tied parameter appears once, under its first name."""
+    """Returns the full shape of every parameter, by name; a tied parameter appears once, under its first name."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}

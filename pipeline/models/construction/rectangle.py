@@ -18,7 +18,7 @@ class Rectangle:
 
     @staticmethod
     def full(shape: Sequence[int]) -> Rectangle:
-        """The rectangle of a whole tensor."""
+        """Returns the rectangle of a whole tensor."""
         return Rectangle((0,) * len(shape), tuple(shape))
 
     @property
@@ -32,11 +32,11 @@ class Rectangle:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shifted(self, by: tuple[int, ...]) -> Rectangle:
-        """The same rectangle, `by` further along every dim."""
+        """Returns the same rectangle, `by` further along every dim."""
         return Rectangle(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def rows(self, first: int, count: int) -> Rectangle:
-        """The part of `count` rows (indices of the first dim), from row `first` of the rectangle on."""
+        """Returns the part of `count` rows (indices of the first dim), from row `first` of the rectangle on."""
         return Rectangle((self.offsets[0] + first, *self.offsets[1:]), (count, *self.sizes[1:]))
 
 

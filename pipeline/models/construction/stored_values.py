@@ -244,13 +244,13 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
 
 
 def ignored_tensors(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names of the stored tensors that transformers ignores for the model's architecture."""
+    """Returns the names of the stored tensors that transformers ignores for the model's architecture."""
     own = model.state_dict().keys()
     return [name for name in names if name not in own and _is_ignored(model, name) and not COMPUTED.search(name)]
 
 
 def left_out_line(folder: str | Path, names: Sequence[str]) -> str:
-    """The message about tensors that are not loaded, such as layers that predict more tokens."""
+    """Returns the message about tensors that are not loaded, such as layers that predict more tokens."""
     shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     why = "that transformers ignores for this architecture are not loaded, and are in no result or export"
     return f"{folder}: {len(names)} tensors {why}: {shown}"
@@ -263,5 +263,5 @@ def _is_ignored(model: nn.Module, name: str) -> bool:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Name of a tied parameter -> name of the parameter that it is tied to."""
+    """Maps the name of a tied parameter to the name of the parameter that it is tied to."""
     return getattr(model, "all_tied_weights_keys", None) or {}

@@ -108,7 +108,7 @@ class ModelFolder:
         return sum(prod(info.shape) for info in self.tensors.values())
 
     def fingerprint(self) -> str:
-        """The manifest's fingerprint; without a manifest, the SHA-256 over the files' checksums."""
+        """Returns the manifest's fingerprint; without a manifest, the SHA-256 over the files' checksums."""
         if (self.path / MANIFEST).is_file():
             return read_manifest(self.path, kind="model").fingerprint
         files = sorted(p for p in self.path.iterdir() if p.is_file())

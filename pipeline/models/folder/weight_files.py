@@ -67,7 +67,7 @@ class TensorInfo:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a model folder, by its name in the files.
+    """Returns every tensor of a model folder, by its name in the files.
 
     Raises:
         DataError: there are no safetensors files, a file is missing, truncated or damaged, the index names a wrong
@@ -112,7 +112,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file.
+    """Returns the tensors of one safetensors file.
 
     Raises:
         DataError: the header cannot be read, or the file does not have the length given in the header.

@@ -144,7 +144,7 @@ def architecture_of(config: HfConfig) -> GgufArchitecture:
 
 
 def rope_parameters(config: HfConfig) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` before it."""
+    """Returns `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` before it."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "rope_theta" in config:
         found.setdefault("rope_theta", config["rope_theta"])
@@ -152,7 +152,7 @@ def rope_parameters(config: HfConfig) -> dict[str, Any]:
 
 
 def rope_scaling(config: HfConfig) -> str | None:
-    """Type of rotary position scaling; None without scaling."""
+    """Returns the type of rotary position scaling; None without scaling."""
     found = rope_parameters(config)
     return str(found.get("rope_type") or found.get("type") or "default") if found else None
 
@@ -235,23 +235,23 @@ def stored_name(name: str, names: TensorNameMap) -> str | None:
 
 
 def expert_number(name: str) -> int | None:
-    """Number of the expert that a tensor belongs to; None if it does not belong to a single expert."""
+    """Returns the number of the expert that a tensor belongs to; None if it does not belong to a single expert."""
     expert = _EXPERT.fullmatch(name)
     return int(expert[2]) if expert else None
 
 
 def name_map(config: HfConfig, architecture: GgufArchitecture) -> TensorNameMap:
-    """gguf's table for the architecture and the number of layers."""
+    """Returns gguf's table for the architecture and the number of layers."""
     return get_tensor_name_map(architecture.arch, layer_count(config))
 
 
 def layer_count(config: HfConfig) -> int:
-    """Decoder layers."""
+    """Returns the number of decoder layers."""
     return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
 def stored_shape(name: str, shape: tuple[int, ...], architecture: GgufArchitecture) -> tuple[int, ...]:
-    """Shape of a tensor in the file; the shape of one expert if each expert has its own tensor."""
+    """Returns the shape of a tensor in the file; the shape of one expert if each expert has its own tensor."""
     return shape[::-1] if architecture.transposed and _is_conv1d(name) else shape
 
 

@@ -59,7 +59,7 @@ def installed() -> bool:
 
 
 def version() -> str:
-    """The version of the package; its last number is llama.cpp's build."""
+    """Returns the version of the package; its last number is llama.cpp's build."""
     return version_of(PACKAGE)
 
 
@@ -151,7 +151,7 @@ class Model:
         self.vocabulary_size = int(self._library.llama_vocab_n_tokens(self._vocabulary))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
         Args:
             add_special: whether to add the BOS and EOS ids as the file specifies.

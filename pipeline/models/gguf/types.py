@@ -86,7 +86,7 @@ _FULL = re.compile(r"(_norm|ffn_gate_inp|position_embd|rope_freqs)\b")
 
 
 def type_of(name: str, shape: tuple[int, ...], file_type: FileType, *, layers: int, tied: bool) -> GGMLQuantizationType:
-    """The type of one tensor.
+    """Returns the type of one tensor.
 
     Args:
         name: name of the tensor in the file.

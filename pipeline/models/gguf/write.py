@@ -119,7 +119,7 @@ class Weights:
         self._files = {name: info.file for name, info in stored_tensors(folder).items()}
 
     def read(self, name: str) -> Array:
-        """One tensor, fp32."""
+        """Returns one tensor, fp32."""
         with safe_open(self._files[name], framework="pt") as opened:
             value: Array = opened.get_tensor(name).to(torch.float32).numpy()
             return value

@@ -104,7 +104,7 @@ def _depth(total: int, ratio: float) -> int:
 
 
 def _heads(config: PretrainedConfig, given: HfFields) -> tuple[int, int, int]:
-    """Heads, key/value heads and head size."""
+    """Returns heads, key/value heads and head size."""
     heads = int(global_value(config, "num_attention_heads"))
     groups = int(given.get("num_key_value_heads") or heads)
     return heads, groups, int(given.get("head_dim") or config.hidden_size // heads)

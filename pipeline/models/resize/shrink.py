@@ -188,7 +188,7 @@ def repeated(values: list[Any], count: int) -> list[Any]:
 
 
 def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFields:
-    """Number and size of heads, and a hidden size in the original proportion to them."""
+    """Returns the number and size of heads, and a hidden size in the original proportion to them."""
     alias = config.attribute_map
     heads = int(global_value(config, "num_attention_heads"))
     groups = int(given.get("num_key_value_heads") or heads)
@@ -234,7 +234,7 @@ def _unit(given: HfFields) -> int:
 
 
 def _states(given: HfFields, hidden: int) -> dict[str, int]:
-    """Number and size of Mamba-2 heads, whose product must be the width of the layer (Bamba, Granite 4)."""
+    """Returns the number and size of Mamba-2 heads, whose product must be the width of the layer (Bamba, Granite 4)."""
     if not all(isinstance(given.get(key), int) for key in ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
         return {}
     width = given["mamba_expand"] * hidden
@@ -249,7 +249,7 @@ def _states(given: HfFields, hidden: int) -> dict[str, int]:
 
 
 def _single_layers(given: HfFields, small: HfFields, depth: int) -> HfFields:
-    """Sizes of single layers that differ from the others, scaled in proportion to the small model."""
+    """Returns the sizes of single layers that differ from the others, scaled in proportion to the small model."""
     own = given.get("per_layer_config")
     if not own:
         return {}
@@ -282,7 +282,7 @@ def _widths(given: HfFields, hidden: int, small_hidden: int, divide: int, layers
 
 
 def _rope(given: HfFields, config: PretrainedConfig) -> HfFields:
-    """RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
+    """Returns RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
     rope = given.get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
