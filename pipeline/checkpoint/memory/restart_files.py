@@ -1,7 +1,7 @@
 """Files that a restart reads: verified copies in the nodes' memory, or else files in the run's directory.
 
 find    all ranks   the ranks of a node divide the copies in its memory, and compare size and SHA-256 with the
-                    checkpoint's manifest; every rank learns which files are held where. The files of the others
+                    checkpoint's manifest; every rank learns where copies are. Files without a verified copy
                     are verified in the run's directory (`damage.find_damage_collective`)
 opened  all ranks   serve their copies to other nodes while an engine reads
 """

@@ -30,7 +30,7 @@ class LazyTensor:
     Attributes:
         shape: shape of the whole tensor.
         dtype: dtype of the tensor that `read` returns.
-        read: returns the tensor.
+        read: function that returns the tensor.
     """
 
     shape: tuple[int, ...]

@@ -43,7 +43,7 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 def _use_all(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook: completes the gradients of all parameters at the end of the block's backward pass, at its input.
+    """Pre-hook: completes the gradients of all parameters at the end of the block's backward pass.
 
     The order is the same on every rank; ZeRO-2 puts gradients into buckets in this order.
     """

@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         return arguments
 
     def _sequence_lengths(self, batch: MicroBatch) -> int | Tensor:
-        """Returns the value for `SequenceLengths`."""
+        """Returns the sequence lengths for longrope, as in `SequenceLengths`."""
         if isinstance(batch, DecodingBatch):
             assert batch.positions is not None
             return lengths_so_far(batch.positions, batch.documents)

@@ -146,7 +146,7 @@ class ExpertExchange(ABC):
         return rows
 
     def run(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> sums over each token's experts [N, D]."""
+        """Maps tokens [N, D], experts int64 [N, K] and weights [N, K] to sums over each token's experts [N, D]."""
         self._rows = 0
         try:
             rows, counts, dispatched = self.dispatch(hidden, chosen, weights)
@@ -197,8 +197,7 @@ class AllToAll(ExpertExchange):
         return got
 
     def _sizes(self, sent: Tensor, total: int) -> tuple[Tensor, list[list[int]]]:
-        """Sends rows per expert [E]; returns rows from each rank for each expert here [R, L], and sizes (sent,
-        received)."""
+        """Exchanges rows per expert [E]; returns rows per rank and expert here [R, L], and sizes (sent, received)."""
         if self._group is None:
             return sent[None], []
         parts = [self._local] * self._ranks

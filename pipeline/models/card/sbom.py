@@ -1,7 +1,7 @@
 """Software bill of materials of the Python environment: CycloneDX 1.6 as JSON, from `importlib.metadata`. No torch.
 
 Format: https://cyclonedx.org/docs/1.6/json/. Manifests record the version of Headrace, but not of its dependencies. The
-    bill therefore lists the environment of the process that writes it, and states this.
+bill therefore lists the environment of the process that writes it, and states this.
 """
 
 from __future__ import annotations
