@@ -62,8 +62,7 @@ class ShardReader:
         directory: directory of the checkpoint.
         metadata: metadata of the checkpoint.
         files: sources of the checkpoint's files; the directory when None.
-        foreign: whether another program wrote the checkpoint; its shards are read whole, since their strides may
-            differ.
+        foreign: whether another program wrote the checkpoint; its shards are read whole, with any strides.
     """
 
     def __init__(

@@ -297,8 +297,7 @@ def save_and_wait(store: CheckpointStore, info: CheckpointInfo, state: Callable[
     """Writes a checkpoint and waits for it. Collective.
 
     Raises:
-        CheckpointError: some rank could not write, e.g. on a full disk; raised on all ranks. Nothing has been committed
-            then.
+        CheckpointError: some rank could not write, e.g. on a full disk; raised on all ranks. Nothing is committed.
     """
     writer = CheckpointWriter(store, background=False)
     writer.begin(info, state)

@@ -68,8 +68,7 @@ class TokenDataset:
         tokenizer: Hugging Face folder of the dataset's tokenizer.
         masked: whether the dataset has a loss mask, as datasets of conversations do.
         in_place: whether the dataset was made by another tool and has no manifest.
-        origin: the path, or the URL of a tokens directory in an object store; then `path` has all of its files but the
-            shards.
+        origin: the path, or the URL of a directory in an object store; then `path` has all files but the shards.
         files: reader of the shards.
     """
 
@@ -132,8 +131,7 @@ class TokenDataset:
             stat_files: whether to compare the sizes of the files now; otherwise each is compared at its first read.
 
         Raises:
-            DataError: the directory, split or source does not exist, a file is missing or truncated, or there is less
-                than one window.
+            DataError: directory, split or source do not exist, a file is missing or truncated, or no window fits.
         """
         origin = str(path)
         path, manifest, files, stat_files = find_tokens(path, manifest, files, stat_files)

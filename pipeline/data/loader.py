@@ -41,8 +41,7 @@ class TeacherLogits(Protocol):
 
 
 TargetSum = Callable[[Tensor], Callable[[], Tensor]]
-"""Begins to sum this rank's targets, int64 [steps], over the data-parallel ranks; returns a function that waits for the
-sums."""
+"""Begins to sum this rank's targets, int64 [steps], over the data-parallel ranks; returns a function that waits."""
 
 
 @dataclass(frozen=True)

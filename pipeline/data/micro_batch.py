@@ -28,8 +28,7 @@ class MicroBatch:
             in the sequence apply.
         documents: int32 [B, S], document mask: index of every token's document in the whole sequence; None without one.
         target_ids: int32 [B, T, k], ids for which a teacher's log-probabilities are given; None without cached logits.
-        target_logs: fp16 [B, T, k + 1], log-probabilities of `target_ids`, and last of all other ids together; None
-            without cached logits.
+        target_logs: fp16 [B, T, k + 1], log-probabilities of `target_ids`, last that of all other ids; or None.
         sampled: bool [B, T], true in samples whose targets the student has sampled; None without on-policy
             distillation.
     """

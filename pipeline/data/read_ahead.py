@@ -2,8 +2,8 @@
 
 The clients of object stores keep Python busy for milliseconds per request; in the training process, training would
 wait. The read-ahead process downloads parts to the cache of this host (`span_cache`) as far ahead as the cache has
-room, and the rank reads them there. If that process has ended or could not store a part, the rank reads the spans from
-the store without the cache.
+room, and the rank reads them there. If that process has ended or could not store a part, the rank reads the store
+without the cache.
 """
 
 from __future__ import annotations

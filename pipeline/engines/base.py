@@ -216,9 +216,8 @@ class Engine(Protocol):
     """Executes training steps of one model under one layout. Every method is collective: all ranks call it.
 
     Attributes:
-        deferred: whether `begin_step` returns while the device is still at work. Callers then ask for a step's result
-            after they have begun the next step, with the previous one as `after`. Otherwise each step finishes before
-            the next.
+        deferred: whether `begin_step` returns while the device is still at work. Callers then request a step's result
+            after beginning the next step, with the previous one as `after`. Otherwise each step finishes first.
     """
 
     rank: int

@@ -36,8 +36,7 @@ def update_scales(
 ) -> dict[str, UpdateScale]:
     """Returns the update scale of every parameter: weight decay applies to matrices, not to norms and biases.
 
-    Parameters that a module marks `_no_weight_decay`, and decay rates and skips of state-space layers, do not decay
-    either.
+    Parameters that a module marks `_no_weight_decay`, and state-space layers' decay rates and skips, do not decay.
 
     Must be called while the model is whole and on meta: a sharded parameter no longer has its full shape.
 

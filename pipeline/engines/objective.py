@@ -4,8 +4,7 @@ Sums add up across micro-batches, ranks and sequence shards whatever their sizes
 of targets of the whole step. A mean of means would weight tokens by how they happened to be batched.
 
 Because an objective is a sum over positions, it can be computed in chunks of positions (chunked loss), so that the
-logits of all positions never exist at the same time. For this, it also returns the gradient of the logits together with
-the loss.
+logits of all positions never exist at the same time. For this, it also returns the logits' gradient with the loss.
 
 Shapes: B samples, T positions, V ids of the vocabulary.
 """

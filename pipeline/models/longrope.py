@@ -72,8 +72,7 @@ def lengths_so_far(positions: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def _thresholds(module: nn.Module) -> dict[str | None, int]:
-    """Returns layer type (None for all) -> longest sequence with the short factors; {} for a module without
-    longrope."""
+    """Returns layer type (None for all) -> longest sequence with the short factors; {} without longrope."""
     kinds = getattr(module, "rope_type", None)
     by_type = kinds if isinstance(kinds, dict) else {None: kinds}
     parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None)

@@ -35,8 +35,7 @@ class Router:
         module: the router.
         logits: index of the logits in the router's output.
         experts: number of experts, E.
-        bias_owner: module with the correction bias (the router or its block), and the module's name; None without a
-            bias.
+        bias_owner: module with the correction bias (router or its block), and the module's name; None without one.
     """
 
     name: str

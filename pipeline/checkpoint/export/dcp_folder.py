@@ -3,8 +3,7 @@
     {"model": {NAME: weight}, "optimizer": {"state": {NAME: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]},
      "step": N}
 
-This is the layout of torch's `get_model_state_dict` and `get_optimizer_state_dict`; any number of ranks can `dcp.load`
-it.
+This is the layout of torch's `get_model_state_dict` and `get_optimizer_state_dict`, for `dcp.load` on any ranks.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ class TrainedState:
         model: the model, on the meta device.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or was written by a custom loop or with an optimizer other than
-            AdamW.
+        CheckpointError: the checkpoint is damaged, or from a custom loop or an optimizer other than AdamW.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -87,8 +86,7 @@ class TrainedState:
         return self._tensor(OPTIMIZER_STEP).read()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Returns the parameter groups of torch.optim.AdamW, with names as `params`: with weight decay, then without
-        it."""
+        """Returns torch.optim.AdamW's parameter groups, with names as `params`: with weight decay, then without it."""
         params = self._curve["optimizer"]["params"]
         schedule = Schedule(**{**self._curve["scheduler"], "total": self._curve["scheduler"]["total"] or 0})
         options: dict[str, Any] = {

@@ -66,11 +66,9 @@ class SourceCheckpoint:
         members: names of the parameters in each group; empty if the checkpoint does not record them.
         samples: number of samples trained on; None if not recorded.
         hf_config: contents of the checkpoint's config.json; None if it has none.
-        loss_scale: (scale, steps since the last overflow, overflows left before the scale is lowered) of dynamic loss
-            scaling (fp16), or None.
+        loss_scale: (scale, steps since the last overflow, overflows left before it is lowered) of fp16, or None.
         left_out: descriptions of the contents that are not imported, for people.
-        answers: place where a step is recorded -> that step, if the steps disagree; empty if no step is recorded; else
-            None.
+        answers: place where a step is recorded -> that step, if they disagree; empty if none is recorded; else None.
     """
 
     path: Path

@@ -1,8 +1,7 @@
 """Serves parts of checkpoint files in this node's memory to the ranks of other nodes, while a run is restarted.
 
 A request is one line: the server's token, a space, and JSON (file name, first byte, number of bytes). The reply is the
-byte 1 and the requested bytes; if they cannot be read, the server closes the connection. A connection serves many
-requests.
+byte 1 and the requested bytes; if they cannot be read, the server closes the connection, which serves many requests.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def served(files: Mapping[str, Path], *, master: str, port: int = 0) -> Iterator
     Args:
         files: name -> path.
         master: host of rank 0; the route to it shows which network the hosts use.
-        port: port of the rendezvous on `master`, whose open connections show the network, too; 0 if there is no
-            rendezvous.
+        port: port of the rendezvous on `master`, whose open connections show the network, too; 0 without one.
 
     Raises:
         OSError: no port is free.

@@ -1,7 +1,6 @@
 """Writes and flushes one rank's checkpoint file without communication, and computes its checksum meanwhile.
 
-The files have the format of torch.distributed.checkpoint's `FileSystemWriter`; its reader can read them
-(`torch_reader`).
+The files have the format of torch.distributed.checkpoint (`FileSystemWriter`), for its reader (`torch_reader`).
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ class _ChecksummedFiles(FileSystem):
 class _ChecksummedStream:
     """An append-only file. After an error nothing more is written, and the error is stored.
 
-    An error raised at once would be lost: torch's zip writer goes on to write its footer, and raises the footer's
-    error.
+    An error raised at once would be lost: torch's zip writer goes on to write its footer, and raises that error.
     """
 
     def __init__(self, file: io.FileIO) -> None:

@@ -18,8 +18,7 @@ def deepspeed_config(run: ResolvedRun) -> dict[str, Any]:
 
     The optimizer, the scheduler and W&B are left out. The engine passes its own optimizer, and the loop sets learning
     rates and writes metrics, so that both engines behave alike. At stage 0 our optimizer has the fp32 master weights,
-    clips gradients and scales the loss (see `deepspeed.replicated`), so bf16, fp16 and clipping are not passed to
-    DeepSpeed.
+    clips gradients and scales the loss (see `deepspeed.replicated`), so DeepSpeed does not get bf16, fp16 and clipping.
     """
     config, stage = run.config, run.config.zero_optimization.stage
     derived: dict[str, Any] = {

@@ -38,8 +38,7 @@ def make_optimizer(
         scales: factors on the optimizer's hyperparameters, by parameter name.
         model_group: the ranks that together have the whole model; None if this rank has it.
         expert_group: the ranks that together have a layer's experts; None if this rank has them.
-        counts_unsharded: whether this rank counts, in the norm, the gradients of parameters that all tp ranks have in
-            full.
+        counts_unsharded: whether this rank counts, in the norm, gradients of parameters that all tp ranks have.
         update_allowed: function that decides on every update, called when the gradient norm is known.
     """
     section, named = run.config.optimizer, local_model.decoder.parameters_by_name()

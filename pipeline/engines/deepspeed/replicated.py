@@ -54,8 +54,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
         section: the config's `optimizer`.
         clip: largest norm of the gradient; 0 for no clipping.
         norm_scope: parameters that this rank counts in the global gradient norm, and the groups that sum it.
-        update_allowed: function that decides on every update when the norm is known; must return False if it is not
-            finite.
+        update_allowed: function that decides on updates when the norm is known; must return False if it is not finite.
 
     Attributes:
         masters: the fp32 master weights by Hugging Face name.

@@ -89,8 +89,7 @@ class DeepSpeedZero(DeepSpeedBase):
 def _gather_in_recomputations(offload: Any) -> None:
     """Hides the operators of ZeRO-3's hooks within a layer from selective activation checkpointing.
 
-    A recomputation gathers weights that were still present in the forward pass, so torch has no saved results of the
-    operators.
+    A recomputation gathers weights that were still present in the forward pass, so torch has no saved results.
     """
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
         setattr(offload, name, partial(_run_not_restored, getattr(offload, name)))

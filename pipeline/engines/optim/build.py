@@ -24,8 +24,7 @@ def build_optimizer(
             with scope `UpdateScope.MATRIX` the engine has to describe the matrices in the tensors (`bind_matrices`).
         section: the config's `optimizer`.
         lr: learning rate of all groups.
-        fused: whether to use torch's fused kernels. They need `ensure_all_states` before a step without some of the
-            gradients.
+        fused: whether to use torch's fused kernels. They need `ensure_all_states` before a step without some gradients.
     """
     filled = [group for group in groups if group["params"]]
     built: torch.optim.Optimizer = import_module(section.kind.module).build(filled, section.params, lr=lr, fused=fused)

@@ -52,8 +52,7 @@ def parameter_groups(
         params: the config's `optimizer.params`.
 
     Returns:
-        The groups, those with weight decay first. Number and order are the same on every rank, so some may be empty
-        here.
+        The groups, those with weight decay first. Number and order are the same on every rank; some may be empty.
     """
     return [
         {

@@ -138,8 +138,7 @@ class MatrixExchange:
             yield made
 
     def _divided(self, indices: Sequence[int]) -> Iterator[set[str]]:
-        """Yields sets of parameters to exchange together: only one, or at most `_ELEMENTS_AT_ONCE` elements per
-        rank."""
+        """Yields sets of parameters to exchange together: one, or at most `_ELEMENTS_AT_ONCE` elements per rank."""
         sizes: dict[str, list[int]] = {}
         for rank, _, shard in self._shards(indices):
             sizes.setdefault(shard.name, [0] * len(self._held))[rank] += shard.length

@@ -6,8 +6,7 @@ O is u orthogonalized (`newton_schulz`), and s the factor of `adjust_lr`. Defaul
 A rank updates its part of a parameter; the whole matrix exists on its owner only while it is orthogonalized
 (`matrix_exchange`). The iteration and its messages are in bf16 on GPUs, as published, and in fp32 on a CPU.
 
-With QK-Clip (`qk_clip`) the queries and keys of some heads are scaled after the update, whether Muon or AdamW updates
-them.
+With QK-Clip (`qk_clip`) the queries and keys of some heads are scaled after the update by Muon or AdamW.
 """
 
 from __future__ import annotations

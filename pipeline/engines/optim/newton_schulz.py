@@ -18,8 +18,7 @@ NS_STEPS = 5
 """Number of iterations, as published."""
 _SMALLEST_NORM = 1e-7
 _ELEMENTS_AT_ONCE = 1 << 27
-"""Most elements of a batch; the iteration stores the batch, a product of its size and two squares of the smaller
-dim."""
+"""Most elements of a batch; the iteration stores it, a product of its size and two squares of the smaller dim."""
 
 
 def newton_schulz(matrices: Tensor, *, steps: int) -> Tensor:

@@ -43,8 +43,7 @@ _SAVED_OPERATORS = {
 }
 """Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. Recomputation repeats
 the all-gathers of tensor parallelism: their outputs are tp times a rank's tensors (for tp 8, more than all other
-recomputation saves). It also repeats the messages of ring attention, since keys and values of other ranks are not
-stored."""
+recomputation saves). It also repeats ring attention's messages, since other ranks' keys and values are not stored."""
 
 
 WITHIN = "forward_within_checkpoint"
@@ -71,8 +70,7 @@ def apply_activation_checkpointing(model: nn.Module, memory: MemorySection, *, r
     Args:
         model: the model; its layers are changed in place.
         memory: the config's section.
-        random: whether layers may draw random numbers (dropout, a router's jitter), which recomputation then draws
-            again.
+        random: whether layers may draw random numbers (dropout, router jitter), which recomputation draws again.
     """
     if memory.activation_checkpointing == "none":
         return

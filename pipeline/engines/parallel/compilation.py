@@ -92,8 +92,7 @@ def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: boo
     Args:
         model: this rank's part of the model, on any device.
         section: the config's `compile`.
-        whole_graph: whether each layer must be one graph. A graph break, which would silently cost time, is then an
-            error.
+        whole_graph: whether each layer must be one graph; a graph break, which silently costs time, is an error.
     """
     if not compiles(section):
         return
@@ -129,8 +128,7 @@ class CompileClock:
         callback_handler.register_end_callback(self._end)
 
     def take(self) -> tuple[int, float]:
-        """Returns compilations and seconds since the last call; backward passes are compiled with forward passes or
-        later."""
+        """Returns compilations and seconds since the last call; backward passes may be compiled later."""
         taken = self._count, self._seconds
         self._count, self._seconds = 0, 0.0
         return taken

@@ -136,8 +136,7 @@ class Decoder(nn.Module):
         return logits
 
     def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
-        """Computes the last hidden states [B, T / tp, D] (on the last stage the head's input) for `forward`'s
-        arguments."""
+        """Computes the last hidden states [B, T / tp, D], on the last stage the head's input; see `forward`."""
         named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
         hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
             **named, **_cache_arguments(batch), **self._attention_arguments(batch, inputs)

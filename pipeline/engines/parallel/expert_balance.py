@@ -146,8 +146,7 @@ class ExpertBalancer:
     def state_dict(self) -> dict[str, NamedShard | Tensor]:
         """Returns a copy of the load under its checkpoint key, for `load_state_dict`.
 
-        Converts the biases to fp32; must therefore be called before the persistent buffers, which include them, are
-        listed.
+        Converts the biases, which are persistent buffers, to fp32; must therefore be called before these are listed.
         """
         self._hold_biases()
         return {named_state.EXPERT_LOAD: self._load.cpu().clone()} if self._coefficient else {}

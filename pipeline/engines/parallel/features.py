@@ -40,8 +40,7 @@ class Features:
 
     Attributes:
         hidden: layer -> its output, [B, T, D], before any final norm.
-        attention: layer -> queries [B, H, T, d], keys and values [B, K, T, d], in the form that attention gets:
-            rotated.
+        attention: layer -> rotated queries [B, H, T, d], rotated keys [B, K, T, d], and values [B, K, T, d].
     """
 
     hidden: dict[int, Tensor] = field(default_factory=dict)

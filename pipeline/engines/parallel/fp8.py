@@ -48,8 +48,7 @@ class Fp8Layers:
         converted: names of the linear layers that multiply in fp8.
         excluded: names of routers, and of linear layers whose sizes fp8 kernels do not support.
         experts: names of the modules of experts whose grouped products are in fp8.
-        excluded_experts: names of all other modules of experts; just "experts" if transformers does not call them as
-            modules.
+        excluded_experts: names of all other modules of experts; just "experts" if they are not modules.
     """
 
     converted: tuple[str, ...]

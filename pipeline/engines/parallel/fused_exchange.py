@@ -38,8 +38,7 @@ class RowKernels(Protocol):
         """Sends tokens [N, D], with experts int64 [N, K] and weights [N, K]; returns the rows of this rank's experts.
 
         Returns:
-            Rows [M, D] sorted by expert, their weights [M], number of rows of each expert int64 [L] on the device, a
-            handle.
+            Rows [M, D] sorted by expert, their weights [M], rows per expert int64 [L] on the device, and a handle.
         """
         ...
 

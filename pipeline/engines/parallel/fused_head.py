@@ -96,8 +96,7 @@ class FusedHead(nn.Linear):
     """The compiled `loss_and_gradient`; see `parallel.compilation`."""
 
     def forward(self, hidden: Tensor, *, task: LossTask | None = None) -> Any:
-        """Maps hidden states [B, T, D] to logits [B, T, V], or with a task to (total, *parts), scalar sums over
-        targets."""
+        """Maps hidden states [B, T, D] to logits [B, T, V], or with a task to (total, *parts): sums over targets."""
         if task is None:
             return super().forward(hidden)
         with_gradient = torch.is_grad_enabled() and any(

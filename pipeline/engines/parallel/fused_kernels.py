@@ -30,8 +30,7 @@ class Package:
     """An exchange of a package.
 
     Attributes:
-        kernels: class in `pipeline.engines.experimental.expert_kernels`, constructed from a group, `experts` and
-            `tokens`.
+        kernels: class in `pipeline.engines.experimental.expert_kernels`; arguments: group, `experts`, `tokens`.
         file: file of the package deep_ep that shows, without an import, whether the exchange is installed.
         install: source from which to install the package.
         hidden: number that must divide D.

@@ -101,8 +101,7 @@ class _Fit:
         return {rank: each for rank, each in enumerate(lacking) if each > 0}
 
     def error(self, stages: Sequence[StageLayers]) -> ConfigError:
-        """Makes the error if no division fits: layers that fit each rank, and bytes missing in a division by speed
-        alone."""
+        """Makes the error if no division fits: layers that fit each rank; bytes missing in a division by speed."""
         short = self.short(stages)
         most = [self._capacity(rank) for rank in range(self._pp)]
         lacks = ", ".join(

@@ -2,8 +2,7 @@
 
 Each process draws from its own generator: with random numbers no two layouts would train the same model, and a resumed
 run would not reproduce them. They are detected by their effect (two forward passes differ), not by the name of a key;
-the routers of PhiMoE and Mixtral have jitter. The reference engine may draw random numbers, since it seeds its
-generator by step.
+the routers of PhiMoE and Mixtral have jitter. The reference engine may draw random numbers: it seeds them by step.
 """
 
 from __future__ import annotations

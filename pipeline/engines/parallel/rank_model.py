@@ -42,8 +42,7 @@ class Widths:
         all_experts: E.
         shared: total intermediate size of the shared experts.
         output: width of attention's output, before its projection; 0 if it is H x d.
-        latent: total width of the latents of queries, keys and values (multi-head latent attention); 0 for other
-            attention.
+        latent: total width of query, key and value latents (multi-head latent attention); 0 for other attention.
     """
 
     hidden: int

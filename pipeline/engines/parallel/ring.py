@@ -8,8 +8,7 @@ together with their gradients. Source: Liu et al. 2023 (arXiv:2310.01889); mergi
 Rank r of c has chunks r and 2c - 1 - r of the 2c chunks of a sequence (zigzag, `topology.sequence_chunks`). Its own
 keys are one causal block. For the keys of an earlier rank, all its queries attend to the first chunk and none to the
 second. For the keys of a later rank, its second chunk of queries attends to both chunks, its first to none. So every
-rank computes (T^2 + T) / 2 + (c - 1) T^2 / 2 pairs, the mean of the causal mask, and blocks of other ranks are attended
-to in full.
+rank computes (T^2 + T) / 2 + (c - 1) T^2 / 2 pairs, the mean of the causal mask; other ranks' blocks are not masked.
 
 While a block is computed, the next keys are being sent; in the backward pass, also the gradients of the previous block.
 

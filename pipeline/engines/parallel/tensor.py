@@ -202,8 +202,7 @@ def _gather_input(
 class RowwiseLinear(nn.Linear):
     """A linear layer whose input features are sharded over the ranks of `group`.
 
-    A layer's class is changed in place, instead of binding a function to the layer, so that all layers share one
-    compiled graph.
+    A layer's class is changed in place, without binding a function to it: all layers share one compiled graph.
     """
 
     group: dist.ProcessGroup

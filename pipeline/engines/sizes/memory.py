@@ -4,8 +4,7 @@ The peak is the largest of a few moments of a step; each moment is the sum of th
 `tests/plan/fake_gpu` checks that the formulas are within 5 % of a step executed on fake tensors. They do not include
 fragmentation of the allocator, buffers of NCCL and kernels, and the CUDA context (together some GB).
 
-Shapes are those of `rank_model`; s is the bytes per element in forward and backward passes. `activations` has the
-formulas for activations.
+Shapes are those of `rank_model`; s is the bytes per element in forward and backward passes. See also `activations`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Sizes of the buffers that DeepSpeed's ZeRO (0.19.8, `deepspeed/runtime`) allocates on a rank.
 
-`memory` sums them at moments of a step. s is the bytes per element in forward and backward passes, P the rank's
-elements.
+`memory` sums them at moments of a step. s is the bytes per element in forward and backward passes.
 
 - Stage 1 in bf16 with fp32 accumulation uses `bf16_optimizer.BF16_Optimizer`, which has no bucket. It permanently has
   an fp32 gradient of all elements; from the first backward pass of a step to the step's end, also all bf16 gradients.
   After the last backward pass it reduces through flat copies of 5e8 elements.
 - Other runs at stage 1, and stage 2, use `zero.stage_1_and_2`. The first gradient of a backward pass allocates a bucket
   of the whole `reduce_bucket_size` (two with `overlap_comm`), in the model's dtype, or at stage 1 in the dtype of
-  accumulation. A pipeline allocates another bucket, in the dtype of communication, when it reduces after all backward
-  passes.
+  accumulation. A pipeline allocates another one, in the dtype of communication, to reduce after all backward passes.
 - Stage 3 (`zero.stage3`) permanently has one bucket, in the dtype of communication.
 """
 

@@ -52,8 +52,7 @@ def decide(
         limits: largest loss and gradient norm with which the update is made.
         clip: the largest norm; 0 for no clipping. DeepSpeed's rule, with its 1e-6: see `update_factor`.
         scale: the loss scale.
-        after: the previous step while its result is unknown; its veto applies to this step, too. None if the result is
-            known.
+        after: the previous step, if its result is unknown: its veto applies to this step, too. None otherwise.
     """
     allowed = torch.isfinite(loss) & torch.isfinite(norm) & (loss <= limits.loss) & (norm <= limits.grad_norm)
     vetoed = ~allowed

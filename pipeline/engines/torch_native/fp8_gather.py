@@ -24,8 +24,7 @@ def gather_in_fp8(decoder: Decoder, section: Fp8Section, *, shards: int) -> None
     Args:
         decoder: the decoder, after `apply_fp8`.
         section: the config's `fp8`.
-        shards: number of shards of each weight. Weights that do not divide equally are gathered in bf16, as FSDP2
-            requires.
+        shards: number of shards of each weight. Weights that do not divide equally are gathered in bf16.
     """
     if not (section.enabled and section.fsdp_all_gather):
         return

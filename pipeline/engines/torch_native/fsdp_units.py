@@ -77,8 +77,8 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     """Makes every unit start the all-gather of its successor before its own computation, in both passes.
 
     In a backward pass FSDP2 itself would gather the unit that ran before in the forward pass. With several
-    micro-batches in flight (pipeline parallelism), for the first layer this is the last layer of another micro-batch,
-    gathered in vain.
+    micro-batches in flight (pipeline parallelism), for the first layer this is another micro-batch's last layer: in
+    vain.
 
     Args:
         root: the root unit's module.
@@ -107,8 +107,7 @@ def _with_inner(unit: tuple[nn.Module, ...]) -> list[FSDPModule]:
 def only_looks_up(embedding: nn.Module) -> bool:
     """Whether an embedding has no parameter besides its weight, so that its backward pass needs none.
 
-    The norm inside Inkling's embedding reads its weight again in the backward pass; freed memory there has caused
-    SIGSEGV.
+    The norm inside Inkling's embedding reads its weight in the backward pass; freed memory there caused SIGSEGV.
     """
     return len(list(embedding.parameters())) == 1
 

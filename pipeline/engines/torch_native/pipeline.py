@@ -6,8 +6,7 @@ micro-batches. Virtual stage i of the model is on pipeline rank i % pp. In DualP
 on the ranks in reverse order: the last stage is on the first rank, and the two middle stages are on the last rank.
 
 DualPipeV runs pairs of passes: the forward pass of a micro-batch in one stage of a rank, and the backward pass of
-another micro-batch in the rank's other stage. With `parallel.ep_overlap` the two take turns at their experts'
-exchanges.
+another micro-batch in the rank's other stage. With `parallel.ep_overlap` the two take turns at expert exchanges.
 
 With ZeRO stages 0 to 2, torch's schedules keep weights and gradients unsharded until the last micro-batch has passed;
 then gradients are summed over the data ranks, once per step. With stage 3, weights are gathered layer by layer and

@@ -26,8 +26,7 @@ class StageWithFewBuffers(PipelineStage):
     """`PipelineStage` with buffers only for messages in flight; has the same arguments.
 
     Attributes:
-        link_groups: groups of the same ranks by the number of a link (`topology.link_of`); if empty, the stage's group
-            is used.
+        link_groups: groups of the same ranks by the number of a link (`topology.link_of`); else the stage's group.
     """
 
     link_groups: Sequence[dist.ProcessGroup] = ()
@@ -60,8 +59,7 @@ class StageWithFewBuffers(PipelineStage):
         return self._in_link_groups(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _in_link_groups(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Assigns operations to their links' groups, with contiguous tensors: NCCL sends by pointer and warns
-        otherwise."""
+        """Assigns operations to their links' groups, with contiguous tensors: NCCL sends by pointer and warns."""
         for each in operations:
             if self.link_groups:
                 number = link_of(self.group_rank, each.group_peer, pp=self.group_size)

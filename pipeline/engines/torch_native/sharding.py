@@ -9,8 +9,7 @@
 
 fp32 master weights and the optimizer's states are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
 all-reduce gradients once per step; at stage 3 with pipeline parallelism, after every micro-batch. With pipeline
-parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `fsdp_units` defines which parameters are
-gathered together.
+parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `fsdp_units` defines the units of gathering.
 """
 
 from __future__ import annotations
@@ -246,8 +245,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _own_part(sharded: DTensor) -> Rectangle:
-    """Returns this rank's part of a tensor that FSDP2 shards like `torch.chunk`: equal parts, the last smaller or
-    empty."""
+    """Returns this rank's part of a tensor that FSDP2 shards like `torch.chunk`: equal parts but the last."""
     mesh, placement = sharded.device_mesh, sharded.placements[-1]
     assert isinstance(placement, Shard)
     length = sharded.shape[placement.dim]

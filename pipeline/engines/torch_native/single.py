@@ -180,8 +180,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
         return total.double()
 
     def _master_values(self) -> dict[str, Tensor]:
-        """Returns the fp32 master weights; joins split ones on the CPU, as 4 more bytes each might not fit on the
-        device."""
+        """Returns the fp32 master weights; joins split ones on the CPU, as 4 more bytes each might not fit the GPU."""
         return {
             name: master.values() if master.residual is None else master.values().cpu()
             for name, master in self._masters.items()

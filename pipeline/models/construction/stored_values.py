@@ -45,8 +45,7 @@ class FromSafetensors:
         folder: path or URL of a folder with model.safetensors, or model.safetensors.index.json and its shards.
         model: model on any device; the files must contain all its parameters with their shapes, and no others. The
             model's code computes persistent buffers that the files lack, as in exports of older versions.
-        rename: function from a name in the model to the name in the original model, if `model` keeps only some of its
-            layers.
+        rename: function from a name in the model to the original's, if `model` keeps only some of its layers.
         partial: whether the files may contain other tensors (a model that keeps only some layers).
 
     Attributes:
