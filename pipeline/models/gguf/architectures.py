@@ -284,7 +284,7 @@ def rope_factors(config: HfConfig) -> Array | None:
     """Returns Llama 3's divisors of the rotary frequencies [head size / 2]; None without its scaling.
 
     Source: transformers, modeling_rope_utils.py, `_compute_llama3_parameters`: frequencies of wavelengths above
-        original / low are divided by the factor, those below original / high stay, and between the two both are mixed.
+    original / low are divided by the factor, those below original / high stay, and between the two both are mixed.
     """
     if rope_scaling(config) != "llama3":
         return None
