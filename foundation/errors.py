@@ -130,7 +130,7 @@ class DataError(HeadraceError):
 
 
 class CheckpointError(HeadraceError):
-    """A checkpoint is missing, damaged or belongs to another run."""
+    """A checkpoint is missing or damaged, or belongs to another run."""
 
 
 class TrainingError(HeadraceError):

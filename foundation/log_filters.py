@@ -15,7 +15,7 @@ def quiet_torchao() -> None:
 
 
 def quiet_deepspeed() -> None:
-    """Drops DeepSpeed 0.19's line on standard output that there is no GPU, for plans that import its schedule."""
+    """Drops the line DeepSpeed 0.19 prints to standard output without a GPU, for plans that import its schedule."""
     logging.getLogger("DeepSpeed").addFilter(_names_the_cpu)
 
 

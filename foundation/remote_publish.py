@@ -1,7 +1,7 @@
 """Publishes a finished directory to an object store, complete or absent as on a disk: the manifest is written last.
 
-`publish` uploads the files of a finished directory, and those that its manifest does not list (a card, a packed index).
-It compares the store's listing with the sent files, and then writes the manifest, which must not exist: only one of
+`publish` uploads all files of a finished directory, even those missing from its manifest (a card, a packed index).
+It compares the store's listing with the sent files, and then writes the manifest unless there is one: only one of
 several writers succeeds. Readers (`remote_directory`) trust only manifests. A process killed at any time leaves no
 manifest, or a complete directory. The next `publish` replaces files without a manifest; until then the store charges
 for them.

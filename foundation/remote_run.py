@@ -54,7 +54,7 @@ class RemoteCheckpoint:
 
     Attributes:
         step: last step in the checkpoint.
-        numbers: number of the lease under which it was written, then 2, 3, ... if it was written again; later is
+        numbers: number of the lease it was written under, and 2, 3, ... if that lease wrote it again; later ones are
             larger.
         url: URL of the checkpoint's directory.
     """

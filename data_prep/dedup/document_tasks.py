@@ -84,7 +84,7 @@ def table_plans(
     """The plans that read the tables of exact and of near duplicates.
 
     Args:
-        runs: directories of the runs; their order numbers them, and does not change the result.
+        runs: directories of the runs. A run's number is its index here; the order does not change the result.
         documents: int64[runs], approximate number of documents in each run.
         directory: parent of the tasks' directories.
 

@@ -64,7 +64,7 @@ def repeated_tasks(job: Job, facts: Facts) -> list[RepeatedLinesTask]:
 
 
 def map_facts(job: Job) -> Facts:
-    """The number of lines, or nothing without deduplication of lines."""
+    """The numbers of lines and of the tasks that hashed them; empty without deduplication of lines."""
     if job.config.dedup is None or job.config.dedup.lines is None:
         return {}
     facts = repeated_facts(job)

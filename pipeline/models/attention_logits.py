@@ -85,7 +85,7 @@ class LogitWatch:
 
 
 def watch_of(module: nn.Module, documents: Tensor | None, window: int | None, *, scale: float) -> LogitWatch | None:
-    """Makes the watch of a module's forward pass; None if its logits are not needed, e.g. outside of training."""
+    """Makes the `LogitWatch` of a forward pass; None if the module's logits are not needed, e.g. outside training."""
     largest: Tensor | None = getattr(module, LARGEST, None)
     if largest is None or not (module.training and torch.is_grad_enabled()):
         return None

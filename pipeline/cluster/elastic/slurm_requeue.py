@@ -106,8 +106,8 @@ class SlurmJob:
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:
         """Tells whether the job runs on, was preempted or ends, after a SIGTERM to its agents.
 
-        A job `ends` where Slurm cancels it, ends it at its time limit, or requeues it by itself. A job that is
-        `preempted` with a grace period is requeued only at its end: a run that has saved has to ask for the requeue. A
+        A job `ends` if Slurm cancels it, ends it at its time limit, or requeues it by itself. Slurm requeues a job
+        `preempted` with a grace period only when the period is over: a run that exits earlier must requeue itself. A
         job that `runs` on got the signal from a person (`scancel --signal=TERM`).
         """
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout

@@ -45,7 +45,7 @@ def corpus_lines(corpora: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def source_table(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table of sources with documents, bytes, tokens and shares; no lines without sources."""
+    """Yields a table of sources with documents, bytes, tokens and shares; nothing if there are no sources."""
     if not sources:
         return
     yield "| source | documents | bytes | tokens | share of tokens |\n|---|---:|---:|---:|---:|"

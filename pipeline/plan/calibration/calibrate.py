@@ -62,7 +62,7 @@ def calibrate_command(file: str | None) -> int:
 
 
 def calibrated() -> Machine:
-    """Measures the present machine."""
+    """Measures this machine."""
     device = pick_device()
     gpu = device.type == "cuda"
     threads = torch.get_num_threads()

@@ -93,7 +93,7 @@ class LargeRun:
         )
 
     def count(self, config: PretrainedConfig) -> ModelCounts:
-        """Counts another model in place of the run's own."""
+        """Counts parameters and FLOPs of another model, at this run's dtype and sequence length."""
         given, dtype = self.run.config, model_dtype(self.run.config)
         model = build_meta(config, dtype=dtype, attn_implementation=given.model.attn_implementation)
         size = measure(model, config, sequence_length=self.run.batch.sequence_length)

@@ -12,8 +12,8 @@ UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
 """Unit roundoff, half the distance from 1 to the next number: fp32 has 24 bits of significand, bf16 8, fp16 11."""
 
 PATH = 8.0
-"""Rounding error of a gradient along its computation path, beside that of the sum over tokens. About a hundred
-roundings (5 per matrix product and norm, forward and backward, over a few layers) add up like a random walk to 10; the
+"""Rounding error along a gradient's computation path, in unit roundoffs, without the sum over tokens. About a hundred
+roundings (5 per matrix product and norm, forward and backward, over a few layers) add up to 10, as a random walk; the
 measured error is a fourteenth of that."""
 
 DRAWS = 3.0

@@ -1,4 +1,4 @@
-"""Losses of a student's hidden states and attention relations beside a teacher's, on one rank of any layout.
+"""Losses that compare hidden states and attention relations of student and teacher, on one rank of any layout.
 
 Each is the mean over the mapped layers, summed over target tokens. Hidden states are the outputs of layers (the
 residual stream, before any final norm), compared by the similarity loss of `relations` or, for models of equal width,

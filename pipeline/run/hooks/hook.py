@@ -89,7 +89,7 @@ class Hook:
         return nullcontext(batch)
 
     def flag(self) -> bool:
-        """Returns this rank's flag. If any rank sets it, `numbers` is called with `raised` on every rank."""
+        """Returns this rank's flag. If it is True on any rank, `numbers` is called with `raised=True` on every rank."""
         raise NotImplementedError
 
     def needs_finished(self, step: int) -> bool:

@@ -40,7 +40,7 @@ class TimeSpent:
             and the step that an attempt did not finish.
         startup: time from the start of a process to its first step (imports, connecting, loading), compiling, and the
             time from the last step before a rollback to the first step after it.
-        down: time from the submission to the first start; from the end or last sign of life of an attempt to the next
+        down: time from the submission to the first start; from the end (or last record) of an attempt to the next
             start (detection, queue, launch); and a hang until the watchdog ends it.
         data_wait: rank 0's wait for its batch, over the steps of the final history.
         checkpoint: waits of training for checkpoints.
@@ -82,8 +82,8 @@ class AttemptTime:
 
     Attributes:
         number: number of the attempt, from 1.
-        begin: end of the previous attempt, or begin of the run, in seconds since the epoch.
-        end: end of the attempt, its last sign of life, or now while it trains, in seconds since the epoch.
+        begin: end of the previous attempt, or beginning of the run, in seconds since the epoch.
+        end: end of the attempt, its last record if it was killed, or now while it trains, in seconds since the epoch.
         spent: seconds by category, whose sum is the time from `begin` to `end`.
     """
 

@@ -90,7 +90,7 @@ class RecordedAttempt:
         trained: time when its first step began; None where it began none.
         step: step after which it began to train.
         reached: the last step in its rows of metrics; None where it is not known yet.
-        ended: time of its end, or of its last sign of life; None while it runs.
+        ended: time of its end or, if it was killed, of its last record; None while it runs.
         code: its exit code; None for one that was killed.
         fault: kind of fault that the watchdog found: "died", "stuck", ...; empty where it found none.
         reason: why it ended; empty while it runs.

@@ -42,7 +42,7 @@ class MeasuredGoodput:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which the run could crash: from its first start to its end or last sign of life."""
+        """Seconds in which the run could crash: from its first start to its end (its last record if it was killed)."""
         return self.goodput.wall - self.goodput.attempts[0].spent.down
 
     @property

@@ -249,7 +249,7 @@ class StragglerDetector:
             seconds: every rank's own time; 0 if it could not be measured.
 
         Returns:
-            every rank's ratio to the median of its peers (the lower median, to compare even two peers), and the new
+            every rank's ratio to the median of its peers (the lower median: of two peers, the faster), and the new
             stragglers: ranks that are found slow now but were not in the last report.
         """
         self._reports.append(seconds)
