@@ -30,6 +30,7 @@ def test_the_commands_after_the_demo_run_as_printed(tmp_path: Path) -> None:
     config = tmp_path / "ds_configs" / "zero3.json"
     shorter = config.read_text().replace('"steps": 100', '"steps": 12')
     shorter = shorter.replace('"checkpoint_every": 25', '"checkpoint_every": 3')
+    shorter = shorter.replace('"warmup_num_steps": 20', '"warmup_num_steps": 4')
     config.write_text(shorter.replace('"every": 50', '"every": 6'))
     work = tmp_path / "out" / "demo"
     work.mkdir(parents=True)
