@@ -166,6 +166,7 @@ def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Ga
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_a_tokenizer_with_other_ids_is_refused(int8: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     (copied / MANIFEST).unlink()  # whose sizes would tell

@@ -91,6 +91,7 @@ def test_every_layout_samples_the_same_tokens_and_follows_one_process(
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_a_rank_without_a_sample_makes_the_passes_of_others(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     made = {}
     for processes, extra in ((1, ()), (4, ("compile.enabled=true", "compile.backend=eager"))):
