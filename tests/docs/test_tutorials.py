@@ -13,7 +13,7 @@ from tests.docs.shell import run_printed
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 KILLS = ("a-run-that-failed",)
 """Pages that look for a child of a process that they have started."""
-SWEPT = {*KILLS, "chat-fine-tuning", "first-hour"}
+SWEPT = {*KILLS, "chat-fine-tuning", "choosing-a-layout", "first-hour", "train-longer"}
 """Pages that take minutes: `make sweep-tests` runs them. The first hour has the commands of the README and the demo."""
 BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
 

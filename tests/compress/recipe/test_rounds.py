@@ -65,7 +65,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_two_rounds_killed_between_and_within_go_on_where_they_were_and_make_nothing_twice(work: Path) -> None:
     path, output = write_recipe(work, "killed"), work / "killed"
     kill_when(path, lambda: staging_path(output / "pruned-2").exists() or (output / "pruned-2").exists())

@@ -19,7 +19,7 @@ SHIPPED = [name for name, row in ROWS.items() if row.cell(0) in measured()]
 DENSE = [name for name in SHIPPED if "moe" not in name]
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_the_page_has_the_roofline_of_the_committed_kernels() -> None:
     assert list(kept()) == list(ROWS)
     text = PAGE.read_text()

@@ -129,7 +129,7 @@ def kill_after(step: int, run_dir: Path, words: list[str]) -> None:
         rank.wait()
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_run_killed_with_sigkill_and_resumed_has_the_tokens_and_losses_of_one_that_was_not(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:
