@@ -114,7 +114,8 @@ def _tell(error: HeadraceError) -> None:
         last = f"\nreason: {error.cause}" if _JOB in os.environ else ""
         print(f"error: {error}{last}", file=sys.stderr, flush=True)
     else:
-        brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+        # with the remedy: some launchers end rank 0 before it has printed its message
+        brief = "; ".join(line.strip() for line in str(error).splitlines()[:3])
         print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
 
 
