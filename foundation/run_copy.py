@@ -102,9 +102,7 @@ def _without_training(run_dir: Path) -> Iterator[None]:
                 stack.enter_context(lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}"))
             except NoLocksError as error:
                 remedy = "when none does, copy the run to a local disk with cp -r, and run this command on the copy"
-                raise DataError(
-                    f"{error.args[0].partition(chr(10))[0]}: a process may train there\n  try: {remedy}"
-                ) from None
+                raise DataError(f"{error.cause}: a process may train there\n  try: {remedy}") from None
         yield
 
 
