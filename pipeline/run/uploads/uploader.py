@@ -230,9 +230,11 @@ class Uploader:
         return links
 
     def _forget(self, waiting: _Waiting) -> None:
-        with self._lock:
+        with self._lock:  # in one step: a checkpoint that is not uploading may be dropped by the other thread
             self._waiting.remove(waiting)
             self._state.left.pop(waiting.step, None)
+            if self._state.uploading == waiting.step:
+                self._state.uploading = None
         if waiting.links.parent.name == LINKS:
             shutil.rmtree(waiting.links, ignore_errors=True)
 
@@ -249,6 +251,7 @@ class Uploader:
             send = partial(publish, waiting.links, url, progress=done, sent=self._sent, trying=self._patiently)
             self._patiently(send, retry=NotArrivedError)
         except _EndedError:
+            self._state.uploading = None
             return
         except StorageError:
             raise
@@ -256,8 +259,6 @@ class Uploader:
             self._tell({"event": "upload_failed", "step": step, "why": _first_line(error)})
             self._forget(waiting)
             return
-        finally:
-            self._state.uploading = None
         self._state.durable_step, self._state.durable_at = step, time.time()
         self._forget(waiting)
         seconds = round(time.monotonic() - began, 3)
