@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoint [--parameters 50e6] [--rounds 8] [--dir DIRECTORY]
 
-One process, fp32 weights and two moments (12 bytes per parameter) in tensors of 4M elements. The methods
-alternate, and each one flushes to disk. Ours also checksums every byte, writes the manifest, renames, and deletes the
-previous one. Printed are medians with quartiles, of seconds and of the ratio to `torch.save` in the same round.
+One process has fp32 weights and two moments (12 bytes per parameter) in tensors of 4M elements. The methods alternate,
+and each flushes to disk. Ours also checksums every byte, writes the manifest, renames, and deletes the previous
+checkpoint. The table shows medians with quartiles of seconds, and of the ratio to `torch.save` in the same round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipeline.config.sections.optimizers import ADAMW
 TENSOR = 4 << 20
 """Elements of a tensor: a matrix of 2048 x 2048."""
 Method = Callable[[], tuple[float, float]]
-"""Saves; returns the seconds for which training is blocked, and until everything is on disk."""
+"""Function that saves; returns the seconds for which training is blocked, and until everything is on disk."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
             "ours, blocking": ours(state, work / "blocking", background=False),
             "ours, in background": ours(state, work / "background", background=True),
         }
-        # no method waits for the dirty pages of another
+        # no method waits for another's dirty pages
         times = alternate(methods, arguments.rounds, before=os.sync)
     print(f"{sum(t.numel() for t in state.values()) * 4 / 1e6:,.0f} MB\n")
     print_head("", "blocked, s", "total, s", "blocked / torch.save", "total / torch.save")
@@ -62,14 +62,14 @@ def main() -> None:
 
 
 def make_state(parameters: int) -> dict[str, Tensor]:
-    """Named tensors, as in an engine's state."""
+    """Makes named tensors like an engine's state."""
     names = [f"model.layers.{n}.weight" for n in range(max(1, parameters // TENSOR))]
     kinds = [named_state.weight_key, *(lambda name, m=m: named_state.moment_key(m, name) for m in ADAMW.states)]
     return {kind(name): torch.randn(2048, 2048) for name in names for kind in kinds}
 
 
 def bare(state: dict[str, Tensor], folder: Path) -> Method:
-    """`torch.save` to one file, flushed."""
+    """Saves by `torch.save` to one file, which is flushed."""
     folder.mkdir()
     path = folder / "state.pt"
 
@@ -83,12 +83,12 @@ def bare(state: dict[str, Tensor], folder: Path) -> Method:
 
 
 def plain_dcp(state: dict[str, Tensor], folder: Path) -> Method:
-    """torch.distributed.checkpoint as in its documentation."""
+    """Saves by torch.distributed.checkpoint as in its documentation."""
     return waiting(lambda: dcp.save(dict(state), checkpoint_id=folder, no_dist=True), lambda: shutil.rmtree(folder))
 
 
 def waiting(write: Callable[[], object], delete: Callable[[], object]) -> Method:
-    """A method that blocks training until everything is on disk; deleting is not timed."""
+    """Makes a method that blocks training until everything is on disk; deletion is not timed."""
 
     def save() -> tuple[float, float]:
         seconds = Seconds.of(write).wall
@@ -99,7 +99,7 @@ def waiting(write: Callable[[], object], delete: Callable[[], object]) -> Method
 
 
 def ours(state: dict[str, Tensor], folder: Path, *, background: bool) -> Method:
-    """The checkpoint writer of the trainer."""
+    """Saves by the trainer's checkpoint writer."""
     writer = CheckpointWriter(CheckpointStore(folder, keep=1), background=background)
     shards = {key: NamedShard(tuple(t.shape), start=0, values=t.view(-1)) for key, t in state.items()}
     numbers = count()

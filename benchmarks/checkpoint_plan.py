@@ -2,14 +2,15 @@
 
     python -m benchmarks.checkpoint_plan [--only 70Bx512]
 
-ZeRO-3, fp32 weights and two moments of a llama. CPU seconds of this process, since other work may share the machine;
-garbage collection is off while something is timed. b1b88214 also measures torch.distributed.checkpoint's planner.
+The state is that of a llama under ZeRO-3: fp32 weights and two moments. Times are CPU seconds of this process, since
+other work may share the machine; garbage collection is off during timing. b1b88214 also measures
+torch.distributed.checkpoint's planner.
 
-    all ranks     describing the shards of every rank, added up; a run does it on all ranks at the same time
-    rank 0        reading what the ranks have sent, the division, and what is sent back
+    all ranks     describing the shards, summed over ranks; in a run all ranks do it at the same time
+    rank 0        reading the ranks' descriptions, dividing the work, encoding the answers
     MB sent       to rank 0, for the first plan and for each save after the first with the same layout
-    a save        on rank 0, after the first save: plan, what ranks have written, metadata
-    read          of the metadata, on every rank that resumes
+    a save        on rank 0, after the first save: plan, the ranks' records of what they wrote, metadata
+    read          reading the metadata, on every rank that resumes
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pipeline.config.sections.optimizers import ADAMW
 State = dict[str, NamedShard | Tensor]
 Shapes = dict[str, tuple[int, ...]]
 _OVERHEAD = 1200
-"""Bytes that `torch.save` adds to a shard, about."""
+"""Approximate number of bytes that `torch.save` adds to a shard."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def zero3_states(llama: Llama, ranks: int) -> Iterator[State]:
 
 
 class Clock:
-    """Adds up CPU seconds, in named sums."""
+    """Adds up CPU seconds in named sums."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -110,7 +111,7 @@ class Clock:
 
 
 def measure(llama: Llama, ranks: int, work: Path) -> dict[str, Any]:
-    """What a checkpoint costs."""
+    """Measures the costs of a checkpoint."""
     clock = Clock()
     tables = []
     for state in zero3_states(llama, ranks):

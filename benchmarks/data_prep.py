@@ -2,9 +2,9 @@
 
     python -m benchmarks.data_prep corpus.jsonl tokenizer/ [--megatron CLONE] [--peers-python PYTHON] [--only NAME ...]
 
-Every tool runs in a new process; its child processes are included. Measured are wall and CPU seconds, the peak of the
-sum of resident memory of its processes, and MB (10^6 bytes of text) per second and per CPU second. "engine" is
-fastokens alone, on texts in memory, in one thread.
+Every tool runs in a new process; its child processes are included. Measured are wall and CPU seconds, the peak of its
+processes' total resident memory, and MB (10^6 bytes of text) per second and per CPU second. "engine" is fastokens
+alone, on texts in memory, in one thread.
 
 The other tools run with `--peers-python`, an interpreter with datatrove, datasets, gigatoken and Megatron-LM's imports.
 """
@@ -35,7 +35,7 @@ _POLL_S = 0.05
 
 
 class Result(NamedTuple):
-    """The measurements of one tool. tokens: number that it wrote, or None if they are not counted."""
+    """The measurements of one tool; tokens: number of tokens written, or None if they are not counted."""
 
     wall_s: float
     cpu_s: float
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _cut_in_two(corpus: Path, folder: Path) -> None:
-    """For datatrove, whose unit of work is a file."""
+    """Cuts the corpus in two files for datatrove, which works file by file."""
     folder.mkdir()
     lines = corpus.open("rb").readlines()
     for i, part in enumerate((lines[: len(lines) // 2], lines[len(lines) // 2 :])):
@@ -105,7 +105,7 @@ def _run(name: str, command: Sequence[str], count: Callable[[Path], int | None],
         (work / "corpus.json").write_text(words.pop())
         words[words.index("CONFIG")] = "corpus.json"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each process compiles what is not yet compiled
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each process compiles uncompiled modules again
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with (work / "log").open("wb") as log:
         process = subprocess.Popen(words, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -133,7 +133,7 @@ class _ResourceMonitor(threading.Thread):
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of all processes, as last measured; includes children that are never waited for."""
+        """CPU seconds of all processes at the last measurement, including children that are never waited for."""
         return sum(self._seconds.values())
 
     def run(self) -> None:

@@ -9,7 +9,7 @@ import time
 
 
 def engine(corpus: str, tokenizer: str) -> None:
-    """fastokens alone, with batches of the size of a map task's, one thread; only the encoding is timed."""
+    """Runs fastokens alone, in one thread, with batches of a map task's size; only the encoding is timed."""
     os.environ["FASTOKENS_BPE_THREADS"] = "1"
     import orjson  # noqa: PLC0415
     from fastokens import Tokenizer  # noqa: PLC0415
@@ -34,7 +34,7 @@ def engine(corpus: str, tokenizer: str) -> None:
 
 
 def datatrove(corpus: str, tokenizer: str) -> None:
-    """datatrove's reader and tokenizer step on the two halves of the corpus; without its shuffling merge."""
+    """Runs datatrove's reader and tokenizer step on the two halves of the corpus, without its shuffling merge."""
     from datatrove.executor import LocalPipelineExecutor  # noqa: PLC0415
     from datatrove.pipeline.readers import JsonlReader  # noqa: PLC0415
     from datatrove.pipeline.tokens import DocumentTokenizer  # noqa: PLC0415
@@ -47,7 +47,7 @@ def datatrove(corpus: str, tokenizer: str) -> None:
 
 
 def datasets(corpus: str, tokenizer: str) -> None:
-    """`load_dataset` and `map` with two processes; the output is Arrow files, not shards."""
+    """Runs `load_dataset` and `map` with two processes; the output is Arrow files, not shards."""
     from datasets import load_dataset  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
 

@@ -1,12 +1,13 @@
-"""Expert parallelism on CPUs with gloo: against FSDP2's gathering, and with the exchange beside another micro-batch.
+"""Expert parallelism on CPUs with gloo: against FSDP2's gathers, and with the exchange beside another micro-batch.
 
     python -m benchmarks.experts [--ranks 4] [--rounds 7] [--only layouts,overlap]
 
-Printed are ratios of times. b1b88214 also measures grouped products and what an imbalance costs.
+The tables show ratios of times. b1b88214 also measures grouped products and the cost of an imbalance.
 
-- layouts: training steps of a mixture (`MODEL`) by FSDP2 at stage 3, with ep 1, 2 and all ranks, on the same ranks.
-- overlap: training steps of four micro-batches at stage 2 with ep over all ranks, whose layers wait for the exchange,
-  and with `parallel.ep_overlap`.
+- layouts: training steps of a mixture of experts (`MODEL`) by FSDP2 at stage 3, with ep 1, 2 and all ranks, on the same
+  ranks.
+- overlap: training steps of four micro-batches at stage 2 with ep over all ranks: layers wait for the exchange, or it
+  runs beside another micro-batch (`parallel.ep_overlap`).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 2,
     "vocab_size": 512,
 }  # fmt: skip
-"""The experts are 97 % of its parameters."""
+"""Config of a model whose experts have 97 % of the parameters."""
 MICRO_BATCHES = 4
-"""Of a step that overlaps their exchange."""
+"""Number of micro-batches in a step that overlaps their exchange."""
 
 Times = dict[str, list[Seconds]]
 
@@ -74,13 +75,13 @@ def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> Times:
 
 
 def layouts(rank: int, ranks: int, rounds: int) -> Times:
-    """Steps with experts gathered by FSDP2, and with expert parallelism."""
+    """Times steps with experts gathered by FSDP2, and with expert parallelism."""
     sizes = sorted({1, 2, ranks})
     return in_turns({f"ep {ep}": _stepper(rank, ranks, stage=3, ep=ep) for ep in sizes}, rounds)
 
 
 def overlap(rank: int, ranks: int, rounds: int) -> Times:
-    """Steps whose layers wait for the exchange, and with the exchange beside another micro-batch."""
+    """Times steps whose layers wait for the exchange, and steps with the exchange beside another micro-batch."""
     ways = {"layers wait for the exchange": False, "beside another micro-batch": True}
     steps = {
         name: _stepper(rank, ranks, stage=2, micro_batches=MICRO_BATCHES, ep=ranks, ep_overlap=beside)

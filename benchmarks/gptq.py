@@ -1,17 +1,16 @@
-"""GPTQ against llm-compressor's: KL to the original, time and memory, W4A16 in groups of 32, the same windows for both.
+"""GPTQ against llm-compressor's: KL to the original, time and memory; W4A16 in groups of 32, the same windows for both.
 
     python -m benchmarks.gptq MODEL TOKENS --peer PYTHON [--samples 128] [--sequence-length 128]
     python -m benchmarks.gptq MODEL TOKENS --peer PYTHON --layers 16 --hidden 768 --samples 24 --positions 0
 
-PYTHON is that of an environment with llmcompressor, which pins transformers of its own. Ours is run twice: decoder
-layer by decoder layer from the files, as the command does, and with the whole model in memory. Every result, and
-rounding to the nearest, is scored by transformers on held-out windows, in processes of their own. Time is from reading
-the model to the written folder, without evaluations, on the clock and of the CPU, by --threads threads; with --rounds
-the least of several runs in turn. Memory is the peak of a process (resident), and how much it is
-above the one after the imports.
+PYTHON is the interpreter of an environment with llmcompressor, which pins its own transformers. Ours runs twice: one
+decoder layer at a time from the files, as the command does, and with the whole model in memory. transformers scores
+every result, and rounding to nearest, on held-out windows in separate processes. Time lasts from reading the model to
+the written folder, without evaluations, as wall and CPU time with --threads threads; with --rounds the least of several
+alternating runs. Memory is the peak resident size of a process, and its excess over the size after the imports.
 
 With --layers a model of that size with random weights is quantized instead, with MODEL's tokenizer, for time and
-memory; --positions 0 leaves out the scores, which say nothing there.
+memory. --positions 0 leaves out the scores, which mean nothing for random weights.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def quantize():
 
 
 class Cost(NamedTuple):
-    """Of one run: seconds on the clock and of the CPU, peak megabytes, and those after the imports."""
+    """Costs of one run: wall and CPU seconds, peak megabytes, and megabytes after the imports."""
 
     seconds: float
     cpu_seconds: float
@@ -113,7 +112,7 @@ def main() -> None:
 
 
 def print_table(asked: argparse.Namespace, work: Path, costs: dict[str, Cost]) -> None:
-    """A row for each way, and what each costs against llm-compressor."""
+    """Prints a row for each method, with its cost against llm-compressor's."""
     times = ("seconds", "CPU seconds", "peak MB", "above imports, MB", "CPU s, of the peer's")
     print_head("method", "mean KL", "max KL", "top-1", *times)
     for name, cost in costs.items():
@@ -127,7 +126,7 @@ def print_table(asked: argparse.Namespace, work: Path, costs: dict[str, Cost]) -
 
 
 def random_model(asked: argparse.Namespace, folder: Path) -> Path:
-    """A Llama with random weights, and the tokenizer of `asked.model`."""
+    """Makes a Llama with random weights, and the tokenizer of `asked.model`."""
     import torch  # noqa: PLC0415  seconds of import, in a process whose memory is not measured
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -145,26 +144,26 @@ def random_model(asked: argparse.Namespace, folder: Path) -> Path:
 
 
 def folder_of(work: Path, name: str) -> Path:
-    """Where the result of a way is written."""
+    """The folder for a method's result."""
     return work / name.replace(", ", "-").replace(" ", "-")
 
 
 def ours(asked: argparse.Namespace, work: Path, name: str) -> Cost:
-    """What `headrace quantize` does."""
+    """Runs our quantization, as `headrace quantize` does."""
     out = folder_of(work, name)
-    for path in (out, out.with_name(f".{out.name}.work")):  # of the round before
+    for path in (out, out.with_name(f".{out.name}.work")):  # left from the round before
         shutil.rmtree(path, ignore_errors=True)
     method, _, whole = name.partition(", ")
     data = {"path": str(asked.tokens), "sequence_length": asked.sequence_length}
     config = {"model": str(asked.model), "output": str(out), "scheme": "W4A16", "method": method, "data": data}
     config |= {"calibration": {"samples": asked.samples}, "consumers": ["transformers"], "dtype": "float32"}
     way = "whole" if whole else "streamed"
-    # out is made after the check that it is not there
+    # `out` is made after the check that it does not exist
     return Cost(*last_json([sys.executable, "-c", OURS + MEASURED, way, json.dumps(config)]))
 
 
 def peer(asked: argparse.Namespace, work: Path) -> Cost:
-    """The same of llm-compressor."""
+    """Runs llm-compressor's quantization."""
     dataset = TokenDataset.open(asked.tokens, split="train", sequence_length=asked.sequence_length)
     np.save(work / "rows.npy", dataset.read(choose_windows(dataset.windows, asked.samples))[:, :-1])
     out = folder_of(work, PEER_NAME)
@@ -176,7 +175,7 @@ def peer(asked: argparse.Namespace, work: Path) -> Cost:
 
 
 def score(asked: argparse.Namespace, folder: Path) -> Any:
-    """The figures of transformers."""
+    """Scores a folder by transformers."""
     command = [sys.executable, "-m", "pipeline", "compress", "verify", folder, "--original", asked.model]
     command += ["--data", asked.tokens, "--sequence-length", asked.sequence_length, "--positions", asked.positions]
     return last_json([*command, "--consumers", "transformers", "--json"])["consumers"]["transformers"]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu [--minutes 10] [--only tests,1b-torch-*] [--profile] [--wheels DIR] [--tiny] ...
 
-It needs torch, and no network. What a package or an older torch lacks is listed with what is skipped because of it; a
-row that runs out of memory or time is a row with its reason. Everything runs in processes with a time limit, the most
-important rows first, until the minutes are over; `--only` takes parts (environment, tests, speed) and shell patterns of
-row names (`--list` prints them). Results: a section of docs/performance.md, and JSON, logs and profiler traces in the
-folder of `--out`. `--tiny` takes the same way on a CPU with a model of four layers.
+It needs torch, but no network. If a package is missing or torch is too old, the report lists what is skipped. A row
+that runs out of memory or time is reported with its reason. Everything runs in processes with a time limit, the most
+important rows first, until the minutes are over. `--only` takes parts (environment, tests, speed) and shell patterns of
+row names (`--list` prints them). Results are a section of docs/performance.md, and JSON, logs and profiler traces in
+the folder of `--out`. `--tiny` runs the same steps on a CPU with a model of four layers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.harness import make_parser
 ROW_LIMIT_S = 150.0
 """Time limit of a row: imports, compilation and steps."""
 LEAST_S = 20.0
-"""A row is not begun with less time left."""
+"""Least seconds left for starting a row."""
 TESTS_SHARE = 0.35
-"""Share of the minutes that the tests may take where rows are selected, too."""
+"""Largest share of the minutes for the tests, if rows are selected, too."""
 
 
 def main() -> int:
-    """Runs what is selected; the exit code is 1 where a GPU test failed."""
+    """Runs the selected parts; the exit code is 1 if a GPU test failed."""
     arguments = parsed()
     names = list(tiny_sizes() if arguments.tiny else sizes(arguments.sequence))
     chosen = [row for row in rows(names) if selected(row.name, "speed", arguments.only)]
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="time for everything")
     parser.add_argument("--only", help="parts and rows, e.g. tests,1b-torch-*")
@@ -99,7 +99,7 @@ def parsed() -> argparse.Namespace:
 
 
 def machine(work: Path, env: dict[str, str]) -> dict[str, Any]:
-    """What `gpu_check.machine` found, or why it failed."""
+    """The findings of `gpu_check.machine`, or why it failed."""
     target = work / "machine.json"
     target.unlink(missing_ok=True)
     words = [sys.executable, "-m", "benchmarks.gpu_check.machine", str(target)]
@@ -109,7 +109,7 @@ def machine(work: Path, env: dict[str, str]) -> dict[str, Any]:
 
 
 def measure(row: Row, arguments: argparse.Namespace, deadline: float, env: dict[str, str]) -> dict[str, Any]:
-    """A row's result, or the reason why it has none."""
+    """Measures a row; returns its result, or the reason why it has none."""
     left, failed = deadline - time.monotonic(), {"name": row.name, "title": row.title, "attempts": []}
     if left < LEAST_S:
         return {**failed, "reason": f"no time left of {arguments.minutes:g} minutes: --only {row.name}"}
@@ -135,7 +135,7 @@ def measure(row: Row, arguments: argparse.Namespace, deadline: float, env: dict[
 
 
 def save(result: dict[str, Any], work: Path) -> None:
-    """Writes what is known so far."""
+    """Writes the results so far."""
     (work / "result.json").write_text(json.dumps(result, indent=1))
 
 

@@ -1,7 +1,7 @@
-"""Harness of the benchmarks: candidates take turns in one run, and tables show medians with quartiles.
+"""Harness of the benchmarks: candidates alternate in one run, and tables show medians with quartiles.
 
-A machine's speed drifts, so all candidates run once in each round, in rotated order, and ratios are those of one round.
-Imports of torch wait until they are needed: `benchmarks.planner` times them.
+A machine's speed drifts. So all candidates run once in each round, in rotated order, and ratios are within one round.
+torch is imported only when needed: `benchmarks.planner` times its imports.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Seconds(NamedTuple):
-    """Time of a piece of work: on the clock, and of this process's CPU, which other work does not lengthen."""
+    """Wall-clock time of some work, and this process's CPU time, which other processes do not lengthen."""
 
     wall: float
     cpu: float
 
     @classmethod
     def now(cls) -> Seconds:
-        """The clocks."""
+        """Reads both clocks."""
         return cls(time.perf_counter(), time.process_time())
 
     @classmethod
@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the module's docstring."""
+    """Makes a parser whose help is the module's docstring."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -61,9 +61,9 @@ def alternate(
     """Runs every candidate once per round.
 
     Args:
-        candidates: functions to run, by name; what they return is their result.
-        rounds: rounds whose results are kept.
-        warmup: rounds before them, in which buffers are made and layers compiled.
+        candidates: functions to run, by name; each returns a result.
+        rounds: number of rounds whose results are kept.
+        warmup: number of earlier rounds, in which buffers are made and layers compiled.
         before: function called before every run.
 
     Returns:
@@ -71,7 +71,7 @@ def alternate(
     """
     names, found = [*candidates], {name: list[T]() for name in candidates}
     for number in range(warmup + rounds):
-        first = number % len(names)  # rotated, so that no candidate always follows the same one
+        first = number % len(names)  # rotated: no candidate always follows the same one
         for name in names[first:] + names[:first]:
             before()
             result = candidates[name]()
@@ -81,7 +81,7 @@ def alternate(
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median and quartiles; of a single value only that."""
+    """Median and quartiles; only the value if there is a single one."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     low, middle, high = statistics.quantiles(values, n=4)
@@ -89,7 +89,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    """Median and quartiles of the ratios of the rounds."""
+    """Median and quartiles of the ratios within each round."""
     return spread([a / b for a, b in zip(values, others, strict=True)])
 
 
@@ -117,13 +117,13 @@ def work_folder(parent: str | Path | None = None) -> Iterator[Path]:
 
 
 def last_json(command: Sequence[object], **options: Any) -> Any:
-    """Runs a program, and reads the last line it prints as JSON."""
+    """Runs a program, and parses the last line that it prints as JSON."""
     done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True, check=True, **options)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def on_ranks(measure: Callable[..., T], ranks: int, *arguments: Any) -> T:
-    """Runs `measure(rank, *arguments)` on processes with one thread each and gloo between them; rank 0's result."""
+    """Runs `measure(rank, *arguments)` in one-threaded processes connected by gloo; returns rank 0's result."""
     from torch import multiprocessing  # noqa: PLC0415
 
     with work_folder() as folder:
@@ -167,7 +167,7 @@ def cpu_engine(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
 
 
 def llama(*, hidden: int, layers: int, heads: int = 4, mlp: int = 3, **fields: int) -> dict[str, Any]:
-    """A llama as `model` of a config; `mlp` is the width of its MLP over that of the model."""
+    """A llama as a config's `model`; `mlp` is the MLP's width divided by the model's."""
     sizes = {"hidden_size": hidden, "intermediate_size": mlp * hidden, "num_hidden_layers": layers}
     attention = {"num_attention_heads": heads, "num_key_value_heads": heads}
     return {"config": {"model_type": "llama", **sizes, **attention, **fields}}

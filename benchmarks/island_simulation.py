@@ -1,10 +1,10 @@
-"""Islands behind slow links, simulated: what share of the time trains (docs/reference/islands-replicas-shares.md).
+"""Simulates islands behind slow links: the share of time that trains (docs/reference/islands-replicas-shares.md).
 
     python -m benchmarks.island_simulation
 
-8 to 64 islands, links of 100 Mbit/s to 100 Gbit/s and 1 to 200 ms, a model of 1B parameters, a local step of 1 s, 100
-steps between exchanges; data parallelism over the same links. Nothing is measured here: it is arithmetic on these
-inputs.
+8 to 64 islands, links of 100 Mbit/s to 100 Gbit/s and 1 to 200 ms, a model of 1B parameters, local steps of 1 s, 100
+steps between exchanges; and data parallelism over the same links. Nothing is measured: the results are computed from
+these inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.plan.predict.links import Link
 
 PARAMETERS = 1e9
 INT8_BYTES = 1 + 4 / 256
-"""With an fp32 scale per 256 values."""
+"""Bytes per value in int8, with an fp32 scale per 256 values."""
 COUNTS = (8, 64)
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
 LATENCIES_S = (0.001, 0.2)

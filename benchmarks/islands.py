@@ -1,16 +1,16 @@
-"""Islands (DiLoCo) against data parallelism at equal tokens: held-out loss and bytes between sites, counted.
+"""Islands (DiLoCo) against data parallelism for equal tokens: held-out loss, and bytes between sites.
 
     python -m benchmarks.islands --config demo/teacher.json --islands 4 --inner 100 --first 500 --steps 1000
 
-As in DiLoCo's paper all begin with one model, that of an ordinary run over the batch of all islands' samples, for
-`--first` steps. Data parallelism goes on as that run does; islands have a batch of the config's size each, for as many
-steps. Both have the config's learning rate (`--lr`; `--islands-lr` of the islands alone) and schedule, afresh. With
-`--schedule-steps` the first run is a part of a longer schedule, so that its learning rate has not fallen to nothing.
-Native engine, ZeRO stage 0; a process per island, and `--processes` for ordinary runs.
+As in DiLoCo's paper all runs begin with one model, trained for `--first` steps by an ordinary run with the samples of
+all islands as its batch. Data parallelism continues like that run. Islands train for as many steps, each with a batch
+of the config's size. Both restart the config's learning rate (`--lr`; `--islands-lr` for islands alone) and schedule.
+With `--schedule-steps` the first run is a part of a longer schedule: its learning rate has not decayed to nothing.
+Native engine, ZeRO stage 0; one process per island, and `--processes` for ordinary runs.
 
-Data parallelism's bytes are those of a ring all-reduce of fp32 gradients between as many sites, computed:
-2 (m - 1) / m x 4 bytes per parameter, step and site. Islands' are the journals' `bytes_sent`; on the wire they are 1.00
-to 1.15 times that (benchmark `islands_netem` of b3bed26c).
+Data parallelism's bytes are computed for a ring all-reduce of fp32 gradients between as many sites: 2 (m - 1) / m x 4
+bytes per parameter, step and site. Islands' bytes are `bytes_sent` in the journals; on the wire there are 1.00 to 1.15
+times as many (benchmark `islands_netem` of b3bed26c).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipeline.runtime.metrics.journal import read_rows
 
 
 class Result(NamedTuple):
-    """A run: its name, (step, held-out loss), MB that a site sends, computed or counted, and seconds of its command."""
+    """A run: its name, (step, held-out loss), MB sent per site (computed or counted), and seconds of its command."""
 
     name: str
     losses: tuple[tuple[int, float], ...]
@@ -39,7 +39,7 @@ class Result(NamedTuple):
     seconds: float
 
     def print(self, reference: Result) -> None:
-        """Prints the row of the table."""
+        """Prints the run's row of the table."""
         loss, other = self.losses[-1][1], reference.losses[-1][1]
         sent, fewer = f"{self.megabytes:,.1f} ({self.how})", f"{reference.megabytes / self.megabytes:,.0f}"
         print_row(self.name, f"{loss:.4f}", f"{loss / other - 1:+.1%}", sent, fewer, f"{self.seconds:,.0f}")
@@ -94,7 +94,7 @@ def _batch(arguments: argparse.Namespace, common: Sequence[str]) -> int:
 
 
 def _first_model(arguments: argparse.Namespace, common: Sequence[str]) -> Path:
-    """The model of the ordinary run that all begin with, as a Hugging Face directory."""
+    """Trains the ordinary run with whose model all others begin; returns the model as a Hugging Face directory."""
     folder, model = arguments.out / "first", arguments.out / "first-model"
     if not model.exists():
         steps = [f"run.steps={arguments.first}", f"run.dir={folder}", f"train_batch_size={_batch(arguments, common)}"]

@@ -1,11 +1,12 @@
-"""How often the interval of `headrace ladder` holds the loss of the large run: ladders made of known laws with noise.
+"""How often the interval of `headrace ladder` holds the large run's loss, for ladders made from known laws with noise.
 
     python -m benchmarks.ladder_coverage --ladders 200 --noise 0.005
 
-Each ladder has a law of its own: exponents, E and both terms are drawn evenly from `--exponents` and the ranges below,
-so that the fixed exponents are as wrong as they may be on real data. Rungs are spaced evenly in log N from 1/4 of the
-largest to it, the large run has `--times` the largest rung's parameters and as many tokens per parameter, and every
-loss has lognormal noise, the large run's included. What `judge` refuses to predict is counted, and has no interval.
+Each ladder has its own law: exponents, E and both terms are drawn uniformly from `--exponents` and the ranges below.
+The fixed exponents are then as wrong as they may be on real data. Rungs are spaced evenly in log N from 1/4 of the
+largest to the largest. The large run has `--times` the largest rung's parameters and as many tokens per parameter.
+Every loss, also the large run's, has lognormal noise. Ladders that `judge` refuses to extrapolate are counted, and have
+no interval.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeline.plan.ladder.prediction import PredictionVerdict, judge
 
 LARGEST_N, TOKENS_PER_PARAMETER = 4e5, 2.0
 E_RANGE, TERM_RANGE = (1.5, 2.5), (0.3, 1.5)
-"""Nats per token; the terms at the largest rung."""
+"""Ranges of E and of the terms at the largest rung, in nats per token."""
 
 
 def made_ladder(
@@ -34,7 +35,7 @@ def made_ladder(
     times: float,
     exponents: tuple[float, float],
 ) -> tuple[Points, float]:
-    """The runs of a ladder, and the loss of its large run."""
+    """Makes the runs of a ladder, and the loss of its large run."""
     alpha, beta = random.uniform(*exponents, 2)
     lowest = random.uniform(*E_RANGE)
     by_size, by_tokens = random.uniform(*TERM_RANGE, 2)
@@ -46,14 +47,14 @@ def made_ladder(
 
 
 def judged(points: Points, *, times: float) -> PredictionVerdict:
-    """What the ladder says of a run with `times` the largest rung's parameters."""
+    """The ladder's verdict on a run with `times` the largest rung's parameters."""
     names = [f"run-{number}" for number in range(len(points))]
     n = times * LARGEST_N
     return judge(points, names, parameters=n, tokens=n * TOKENS_PER_PARAMETER, tolerance=0.02)
 
 
 def main() -> None:
-    """Prints the share of intervals that hold the loss, their width, and the share of ladders without one."""
+    """Prints the share of intervals that hold the loss, their width, and the share of ladders without an interval."""
     parser = make_parser(__doc__)
     parser.add_argument("--ladders", type=int, default=200)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.005], help="standard deviation of a log loss")

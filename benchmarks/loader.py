@@ -2,11 +2,11 @@
 
     python -m benchmarks.loader [--tokens 200000000] [--length 2048] [--batch 64] [--peers PYTHON]
 
-Writes random ids as documents of web-like lengths into a tokens directory, packs it, and reads random batches with
-every loader, for the same number of samples, in one process, with the data in memory. Figures are samples per second of
-CPU time, medians over alternating rounds.
+It writes random ids as documents of web-like lengths into a tokens directory, packs it, and reads random batches with
+every loader: the same number of samples, in one process, with the data in memory. Figures are samples per second of CPU
+time, as medians over alternating rounds.
 
-`--peers` is a Python with megatron-core and torch (`loader_peers.py`).
+`--peers` is the path of a Python with megatron-core and torch (`loader_peers.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def write_tokens(directory: Path, *, tokens: int) -> Path:
-    """A training split of random ids in documents of log-normal lengths, 700 tokens in the mean."""
+    """Writes a training split of random ids in documents of log-normal lengths, 700 tokens on average."""
     staging, random = fresh_staging(directory), np.random.default_rng(0)
     (staging / "train").mkdir()
     shards: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ def write_tokens(directory: Path, *, tokens: int) -> Path:
 
 
 def make_loaders(tokens: Path, arguments: argparse.Namespace) -> dict[str, Gather]:
-    """By name: gathers the batch of a number."""
+    """Name of a loader -> function that gathers the batch with a given number."""
     length, batch = arguments.length, arguments.batch
     plain = open_tokens(tokens, length)
     packed = open_tokens(tokens, length, packing="best_fit")
@@ -106,16 +106,16 @@ def make_loaders(tokens: Path, arguments: argparse.Namespace) -> dict[str, Gathe
 
 
 def open_tokens(tokens: Path, length: int, *, packing: str = "contiguous") -> DataMixture:
-    """The training samples of a tokens directory."""
+    """Opens the training samples of a tokens directory."""
     return open_mixture(
         parse(DataSection, {"sources": [{"path": str(tokens)}], "sequence_length": length, "packing": packing}), seed=0
     )
 
 
 def steps(mixture: DataMixture, cut: BatchSizes, *, mask_documents: bool = False) -> Callable[[int], object]:
-    """The loader's own work, step by step, in the calling thread."""
+    """Makes a function that runs the loader's own work, step by step, in the calling thread."""
     loader = StepLoader(mixture, cut, dp_rank=0, steps=(1, 1 << 30), mask_documents=mask_documents)
-    items = loader._items()  # what its thread does
+    items = loader._items()  # the work of its thread
     return lambda _number: next(items)
 
 

@@ -1,8 +1,8 @@
-"""Benchmark of Megatron's GPTDataset over one shard, for comparison in `loader.py`; runs in a Python of its own.
+"""Benchmark of Megatron's GPTDataset over one shard, for comparison in `loader.py`; runs in its own Python.
 
     PYTHON benchmarks/loader_peers.py PREFIX LENGTH BATCH
 
-Prints JSON: samples per second of CPU time from PREFIX, by round. Imports nothing of this project.
+Prints JSON: for each round, samples per second of CPU time from PREFIX. Imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS, BATCHES = 5, 100
 
 
 class Tokenizer:
-    """The attributes of a tokenizer that the dataset uses."""
+    """The attributes of a tokenizer that the dataset needs."""
 
     eod = pad = 0
     vocab_size = 50_000
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def build(prefix: str, *, length: int, cache: str) -> Any:
-    """One epoch of all documents, as its training builds it, without masks and positions it could leave out."""
+    """Builds one epoch of all documents, as Megatron's training does, without optional masks and positions."""
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=length,

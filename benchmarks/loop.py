@@ -2,11 +2,11 @@
 
     python -m benchmarks.loop [--restarts 6] [--rounds 8] [--steps 4] [--threads 2] [--only deepspeed,trainer]
 
-One model, one dataset, and every loop in a process of its own, so that none inherits another's memory or threads. All
-are set up first; then they run alternately, some steps each per round. The first round is a warmup, in which layers are
-compiled. Memory placement makes 2 % for the life of a process, so all are restarted several times. Printed are tokens/s
-and ratios of wall-clock time and of CPU time, medians over the rounds. Headrace's loop is the whole `session.train`,
-with loader, learning-rate schedule and journal on disk.
+One model, one dataset, and a separate process for every loop: none inherits another's memory or threads. All are set up
+first; then they alternate, some steps each per round. The first round is a warmup, in which layers are compiled. Memory
+placement changes a process's speed by 2 % for its whole life, so all are restarted several times. The tables show
+tokens/s and ratios of wall-clock time and of CPU time, as medians over the rounds. Headrace's loop is the whole
+`session.train`, with loader, learning-rate schedule and journal on disk.
 
 The Trainer needs `pip install accelerate`; without it, it is skipped with a message.
 """
@@ -59,11 +59,11 @@ RUN: dict[str, Any] = {
     "watchdog": {"enabled": False},  # it would report the end as a crash
 }
 MANY = 1_000_000
-"""Steps of a run: more than are executed."""
+"""Number of steps of a run, more than are executed."""
 
 
 class Rounds:
-    """A loop's end of the pipe that starts its rounds: it brackets every step by `begin` and `end`, and is timed."""
+    """A loop's end of the pipe that starts its rounds; `begin` and `end` bracket and time every step."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._left = pipe, 0
@@ -85,7 +85,7 @@ class Rounds:
             self._pipe.send(Seconds.since(self._began))
 
     def steps(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Passes batches on, each as a step of a round; loading it is part of the step."""
+        """Passes batches on, each as one step of a round; the step includes loading its batch."""
         while True:
             self.begin()
             yield next(batches)
@@ -93,7 +93,7 @@ class Rounds:
 
 
 class Entry(NamedTuple):
-    """A line of the table: its title, its loop without end, and fields of its config besides `RUN`."""
+    """A line of the table: its title, its infinite loop, and fields of its config besides `RUN`."""
 
     title: str
     loop: Callable[[ResolvedRun, Rounds], None]
@@ -101,7 +101,7 @@ class Entry(NamedTuple):
 
 
 def entries(zero: int) -> dict[str, Entry]:
-    """The loops by their names for `--only`."""
+    """The loops by name, as in `--only`."""
     stage, compiled = {"zero_optimization": {"stage": zero}}, {"compile": {"enabled": True}}
     known = {
         "bare": Entry("bare PyTorch loop", bare, {"engine": "torch"}),
@@ -126,7 +126,7 @@ PAIRS = (
     ("deepspeed", "trainer"),
     ("trainer", "bare-deepspeed"),
 )
-"""Pairs of loops to compare, besides all against the first."""
+"""Pairs of loops to compare, besides the comparison of all with the first."""
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def race(arguments: argparse.Namespace, chosen: list[str], tokens: Path, work: Path) -> dict[str, list[Seconds]]:
-    """Starts every loop, runs its rounds alternately, and ends it."""
+    """Starts every loop, runs its rounds alternately with the others', and ends it."""
     work.mkdir()
     pipes: dict[str, Connection] = {}
     processes = multiprocessing.get_context("spawn")
@@ -174,7 +174,7 @@ def race(arguments: argparse.Namespace, chosen: list[str], tokens: Path, work: P
 
 
 def compete(name: str, zero: int, threads: int, tokens: Path, run_dir: Path, pipe: Connection) -> None:
-    """The process of one loop."""
+    """Runs one loop in its process."""
     torch.set_num_threads(threads)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     entry = entries(zero)[name]
@@ -203,7 +203,7 @@ def table(arguments: argparse.Namespace, titles: dict[str, str], took: dict[str,
 
 
 def bare(run: ResolvedRun, rounds: Rounds) -> None:
-    """A minimal training loop: no learning-rate schedule, no log, no checkpoint."""
+    """Runs a minimal training loop: no learning-rate schedule, no log, no checkpoint."""
     prepared, params = prepare(run), run.config.optimizer.params
     model: Any = plain_model(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, betas=params.betas, weight_decay=0.1)
@@ -218,7 +218,7 @@ def bare(run: ResolvedRun, rounds: Rounds) -> None:
 
 
 def bare_deepspeed(run: ResolvedRun, rounds: Rounds) -> None:
-    """DeepSpeed's own three calls and nothing else: what its engine costs without our loop."""
+    """Runs only DeepSpeed's own three calls, to show its engine's cost without our loop."""
     import deepspeed  # noqa: PLC0415  imports for seconds
 
     engine, *_ = deepspeed.initialize(model=plain_model(run), config=deepspeed_file(run))
@@ -230,7 +230,7 @@ def bare_deepspeed(run: ResolvedRun, rounds: Rounds) -> None:
 
 
 def ours(run: ResolvedRun, rounds: Rounds) -> None:
-    """The whole run, as `pipeline/train.py` does it; each batch that the loader gives begins a step."""
+    """Runs the whole training as `pipeline/train.py` does; each batch from the loader begins a step."""
     batches = StepLoader.__iter__
     StepLoader.__iter__ = lambda loader: rounds.steps(batches(loader))  # type: ignore[method-assign]
     with StopSignals(announce=False) as signals:
@@ -238,12 +238,12 @@ def ours(run: ResolvedRun, rounds: Rounds) -> None:
 
 
 def loader(prepared: PreparedRun) -> StepLoader:
-    """All batches."""
+    """Makes the loader of all batches."""
     return StepLoader(prepared.mixture, prepared.run.batch, dp_rank=0, steps=(1, MANY))
 
 
 def hf_trainer(run: ResolvedRun, rounds: Rounds) -> None:
-    """`transformers.Trainer` with the same DeepSpeed config."""
+    """Runs `transformers.Trainer` with the same DeepSpeed config."""
     from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415  needs accelerate
 
     class InRounds(TrainerCallback):  # type: ignore[misc]
@@ -274,7 +274,7 @@ def hf_trainer(run: ResolvedRun, rounds: Rounds) -> None:
 
 
 def plain_model(run: ResolvedRun) -> Any:
-    """The model under test as transformers makes it."""
+    """The measured model, built by transformers."""
     config = resolve_hf_config(run.config.model, tokenizer={"vocab_size": 4096}, sequence_length=256)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
@@ -295,7 +295,7 @@ def deepspeed_file(run: ResolvedRun) -> dict[str, Any]:
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Samples the way the Trainer wants them."""
+    """Samples in the Trainer's form."""
 
     def __init__(self, source: TokenDataset) -> None:
         self._source = source
@@ -309,7 +309,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 def make_tokens(work: Path) -> Path:
-    """A tokens directory of some of Python's standard library."""
+    """Makes a tokens directory from some of Python's standard library."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     folders = [stdlib / name for name in ("email", "asyncio", "unittest", "json")]
     config = {

@@ -2,10 +2,10 @@
 
     python -m benchmarks.muon [--ranks 4] [--steps 6] [--hidden 256] [--tokens 8192]
 
-The same model is trained by engine torch with FSDP2 (stage 3, gloo) in one launch, in turns: with AdamW, and with Muon,
-whose matrices are dealt over the ranks. Medians over steps of the CPU seconds of all ranks together: the whole step,
-and the optimizer's update in it. They do not depend on what else runs on the machine; the clock's times of the slowest
-rank stand beside them.
+Engine torch with FSDP2 (stage 3, gloo) trains the same model in one launch, alternating between AdamW and Muon, whose
+matrices are divided among the ranks. The table shows medians over steps of the CPU seconds of all ranks together: of
+the whole step, and of the optimizer's update. Other work on the machine does not change CPU seconds. The slowest rank's
+wall-clock times stand beside them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.data.micro_batch import MicroBatch, StepBatch
 VOCABULARY, LENGTH, WARM_UP = 1024, 256, 2
 KINDS = ("adamw", "muon")
 Steps = dict[str, list[tuple[Seconds, Seconds]]]
-"""Kind -> times of each step, and of the optimizer's update in it."""
+"""Kind -> time of each step, and of the optimizer's update in it."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(_rank: int, arguments: argparse.Namespace) -> tuple[Steps, str]:
-    """Times steps of all kinds in turn; returns also what was trained."""
+    """Times steps of all kinds alternately; also returns a description of the training."""
     engines = {kind: _Timed(kind, arguments) for kind in KINDS}
     times = alternate({kind: each.step for kind, each in engines.items()}, arguments.steps, warmup=WARM_UP)
     own = engines["muon"]
@@ -71,8 +71,8 @@ def measure(_rank: int, arguments: argparse.Namespace) -> tuple[Steps, str]:
 
 
 def _collective(work: Callable[[], object]) -> Seconds:
-    """Times work of all ranks: the slowest one's clock, and the CPU seconds of all together."""
-    dist.barrier()  # what a rank waits for is not its own
+    """Times work of all ranks: the slowest rank's wall-clock time, and the CPU seconds of all together."""
+    dist.barrier()  # waiting is not a rank's own work
     wall, cpu = (torch.tensor(each, dtype=torch.float64) for each in Seconds.of(work))
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
     dist.all_reduce(cpu)
@@ -80,7 +80,7 @@ def _collective(work: Callable[[], object]) -> Seconds:
 
 
 class _Timed:
-    """An engine whose steps and updates are timed.
+    """An engine with timed steps and updates.
 
     Args:
         kind: One of `KINDS`.

@@ -2,15 +2,16 @@
 
     python -m benchmarks.near_dedup CORPUS.jsonl TOKENIZER.json [--megabytes 40] [--plants 2000] [--peers PYTHON]
 
-Adds edited duplicates of some real documents (words replaced, left out or added, lines in another order, text cut off,
+It adds edited duplicates of some real documents (words replaced, left out or added, lines reordered, text cut off,
 another text before or after) and runs every implementation with 14 bands of 8 hashes. The ground truth is the exact
-Jaccard similarity of 5-grams of words, without case and punctuation, which is what datatrove compares.
+Jaccard similarity of 5-grams of words, without case and punctuation, which datatrove also compares.
 
-- recall: the share of planted pairs of which one was dropped, by similarity;
-- precision: the share of dropped documents that have a similarity of 0.5 or more with some document of their component;
+- recall: the share of planted pairs with a dropped document, by similarity;
+- precision: the share of dropped documents with a similarity of 0.5 or more to some document of their component;
 - MB/s of CPU time, without reading and tokenizing, which the job does anyway.
 
-`--peers` is a Python with datatrove (`near_dedup_peers.py`), whose words are its own, and cut at white space.
+`--peers` is the path of a Python with datatrove (`near_dedup_peers.py`); it runs with datatrove's own words, and with
+words split at white space.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Corpus:
-    """`texts` in input order; `plants`: (index of the original, index of its edited duplicate, kind of edit)."""
+    """`texts`: in input order; `plants`: (index of the original, index of its edited duplicate, kind of edit)."""
 
     texts: list[str]
     plants: list[tuple[int, int, str]]
@@ -59,7 +60,7 @@ class Corpus:
 class Found:
     """Result of one implementation.
 
-    labels: int64[documents], equal where connected; dropped: bool[documents]; seconds of CPU time by stage.
+    labels: int64[documents], equal for connected documents; dropped: bool[documents]; seconds: CPU seconds by stage.
     """
 
     labels: Array
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def make_corpus(path: Path, megabytes: float, plants: int) -> Corpus:
-    """Documents of a corpus of {"text"} lines, followed by the edited duplicates."""
+    """Reads documents of a corpus of {"text"} lines and appends the edited duplicates."""
     rng, texts, size = random.Random(0), [], 0
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -113,7 +114,7 @@ def make_corpus(path: Path, megabytes: float, plants: int) -> Corpus:
 
 
 def edit_words(text: str, other: str, similarity: float, rng: random.Random, *, how: str) -> str:
-    """Edits each word with the probability p at which 5-grams come to `similarity`: (1 - p)^5 = 2 s / (1 + s)."""
+    """Edits each word with the probability p that gives 5-grams this `similarity`: (1 - p)^5 = 2 s / (1 + s)."""
     parts, others = re.split(r"(\s+)", text), other.split()
     share = 1 - (2 * similarity / (1 + similarity)) ** (1 / 5)
     for n in range(0, len(parts), 2):
@@ -124,7 +125,7 @@ def edit_words(text: str, other: str, similarity: float, rng: random.Random, *, 
 
 
 def reorder(text: str, _other: str, similarity: float, rng: random.Random) -> str:
-    """Moves lines: each breaks the 5-grams at its two ends, of about 8 words."""
+    """Moves lines: each move breaks the 5-grams at the line's two ends, of about 8 words."""
     lines = text.split("\n")
     for _ in range(int(len(lines) * (1 - similarity) / 2)):
         lines.insert(rng.randrange(len(lines)), lines.pop(rng.randrange(len(lines))))
@@ -132,12 +133,12 @@ def reorder(text: str, _other: str, similarity: float, rng: random.Random) -> st
 
 
 def cut_off(text: str, _other: str, similarity: float, _rng: random.Random) -> str:
-    """Keeps that share of the text, from its start."""
+    """Keeps the share `similarity` of the text, from its start."""
     return text[: int(len(text) * similarity)]
 
 
 def add_text(text: str, other: str, similarity: float, rng: random.Random) -> str:
-    """Puts a part of another text before or after."""
+    """Adds a part of another text before or after."""
     size = int(len(text) * (1 / similarity - 1))
     added = (other * (size // len(other) + 1))[:size]
     return f"{added}\n{text}" if rng.random() < 0.5 else f"{text}\n{added}"
@@ -160,7 +161,7 @@ class Grams:
         self._texts, self._sets = texts, dict[int, Array]()
 
     def similarity(self, one: int, other: int) -> float:
-        """Jaccard similarity: the n-grams that both have, over those that any of the two has."""
+        """Jaccard similarity: the number of n-grams that both have, divided by the number that either has."""
         a, b = self._set(one), self._set(other)
         both = len(np.intersect1d(a, b, assume_unique=True))
         return both / max(1, len(a) + len(b) - both)
@@ -176,7 +177,7 @@ class Grams:
 
 
 def tokenize(texts: list[str], tokenizer: str) -> tuple[Array, Array]:
-    """uint32[n], int64[documents + 1]."""
+    """Encodes texts; returns ids, uint32[n], and offsets, int64[documents + 1]."""
     ids, offsets = fastokens._native.Tokenizer.from_file(tokenizer).encode_batch_flat(texts, False, True)
     return np.frombuffer(ids, dtype=np.uint32), np.frombuffer(offsets, dtype=np.uint64).astype(np.int64)
 
@@ -188,7 +189,7 @@ def batches(offsets: Array) -> list[tuple[int, int]]:
 
 
 def headrace(ids: Array, offsets: Array, work: Path, *, classes: Array | None) -> Found:
-    """Signatures and all tasks of this project, with a run per shard."""
+    """Runs this project's signatures and deduplication tasks, with one run per shard."""
     section = NearSection(ngram=5)
 
     def compute_bands(ids: Array, offsets: Array) -> Array:
@@ -253,7 +254,7 @@ def peer(python: str, name: str, work: Path) -> Found:
 
 
 def report_recall(corpus: Corpus, grams: Grams, found: dict[str, Found]) -> None:
-    """Recall by similarity, and by kind of edit from 0.7 up, where 14 bands of 8 rows begin to find most pairs."""
+    """Prints recall by similarity, and by kind of edit from 0.7 up, where 14 bands of 8 rows find most pairs."""
     truth = np.array([grams.similarity(a, b) for a, b, _ in corpus.plants])
     hits = {name: np.array([f.dropped[a] or f.dropped[b] for a, b, _ in corpus.plants]) for name, f in found.items()}
     theory = 1 - (1 - truth**8) ** 14
@@ -265,7 +266,7 @@ def report_recall(corpus: Corpus, grams: Grams, found: dict[str, Found]) -> None
 
 
 def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -> None:
-    """One row for each of `rows`: the mean of its values over the selection of each column."""
+    """Prints one row for each of `rows`: the mean of its values over each column's selection."""
     print()
     print_head(title, *(f"{name} ({int(chosen.sum())})" for name, chosen in columns.items()))
     for name, values in rows.items():
@@ -273,7 +274,7 @@ def print_table(title: str, columns: dict[str, Array], rows: dict[str, Array]) -
 
 
 def report_cost(corpus: Corpus, grams: Grams, found: dict[str, Found], *, tokens: int) -> None:
-    """Precision and speed."""
+    """Prints precision and speed."""
     print(f"\n{len(corpus.texts)} documents, {corpus.megabytes:.1f} MB, {tokens / 1e6:.1f}M tokens\n")
     print_head("implementation", "dropped", "precision", "signatures, MB/s", "total, MB/s", "CPU seconds")
     for name, f in found.items():

@@ -1,9 +1,9 @@
-"""Near-duplicate detection of datatrove, for `near_dedup.py`, run by their own interpreter.
+"""Runs datatrove's near-duplicate detection for `near_dedup.py`, in its own interpreter.
 
     PYTHON benchmarks/near_dedup_peers.py NAME DIRECTORY
 
-`DIRECTORY/shards/*.jsonl` holds the documents. Writes `DIRECTORY/NAME.npz`: `labels`, int64[documents], equal for
-documents that are connected; `dropped`, bool[documents]; `seconds`, CPU time by stage. Imports nothing of this project.
+`DIRECTORY/shards/*.jsonl` holds the documents. The result is `DIRECTORY/NAME.npz`: `labels`, int64[documents], equal
+for connected documents; `dropped`, bool[documents]; `seconds`, CPU time by stage. Imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main() -> None:
 
 
 def datatrove(directory: Path) -> Found:
-    """The four MinHash stages of datatrove's example, one task per shard, one worker, its English word tokenizer."""
+    """Runs datatrove's example: four MinHash stages, a task per shard, one worker, its English tokenizer."""
     return _datatrove(directory, "eng", work=directory / "datatrove")
 
 
 def datatrove_whitespace(directory: Path) -> Found:
-    """The same with words split at white space, which is faster and not its default."""
+    """Runs the same stages with words split at white space, which is faster but not datatrove's default."""
     from datatrove.utils.word_tokenizers import WordTokenizer  # type: ignore[import-not-found]  # noqa: PLC0415
 
     class Whitespace(WordTokenizer):
@@ -83,7 +83,7 @@ def _datatrove(directory: Path, words: Any, *, work: Path) -> Found:
 
 
 def _read_clusters(folder: Path, counts: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """labels and dropped, from the files of datatrove's third stage."""
+    """Reads labels and dropped documents from the files of datatrove's third stage."""
     starts = np.cumsum([0, *counts])
     labels, dropped = -1 - np.arange(starts[-1]), np.zeros(starts[-1], dtype=bool)
     for path in folder.iterdir():

@@ -2,10 +2,10 @@
 
     python -m benchmarks.parity [--steps 20] [--only torch]
 
-A model of 3.2M parameters (ds_configs/zero3.json, with heads and vocabulary that 4 ranks divide) on synthetic tokens,
-16 samples of 64 tokens per step, in fp32 and in bf16. Printed are the largest relative differences of a step's loss, of
-a step's gradient norm, and of a tensor of the first gradient; in bf16 the norm of the first step only, and the
-difference of bf16 itself from fp32. Takes some minutes on two cores.
+It trains a model of 3.2M parameters (ds_configs/zero3.json, with heads and vocabulary that 4 ranks divide) on synthetic
+tokens, 16 samples of 64 tokens per step, in fp32 and in bf16. The table shows the largest relative differences of a
+step's loss, of a step's gradient norm, and of a tensor of the first gradient. In bf16 it has only the first step's
+norm, and adds the difference of bf16 itself from fp32. It takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Layout = tuple[str, int, str, dict[str, Any]]
 
 
 def layout(name: str, engine: str, stage: int, ranks: int = 2, **fields: Any) -> Layout:
-    """Name, ranks, engine and config fields; `fields` are those of `parallel`, or sections of their own."""
+    """Makes a layout from name, ranks, engine and fields; `fields` belong to `parallel`, or are whole sections."""
     zero, sections = fields.pop("zero", {}), {key: fields.pop(key) for key in ("memory", "loss") if key in fields}
     return name, ranks, engine, {"zero_optimization": {"stage": stage, **zero}, "parallel": fields, **sections}
 
@@ -123,7 +123,7 @@ def table(cases: dict[str, Case], found: dict[str, CaseResult], chosen: list[Lay
 
 
 def cells(result: ProofResult) -> str:
-    """The three differences; bold where one is out of tolerance."""
+    """The three differences; bold if out of tolerance."""
     if result.error is not None or result.gradient is None:
         return f"failed: {str(result.error).splitlines()[-1]} | |"
     by_quantity = {each.quantity: each for each in result.comparisons}

@@ -1,11 +1,11 @@
-"""Simulated seconds of a pipeline's step against those of real runs on the CPU, for every schedule.
+"""Simulated seconds of a pipeline's step against measured ones on the CPU, for every schedule.
 
     python -m benchmarks.pipeline_simulation [--work FOLDER] [--ranks 2] [--steps 12]
 
-A llama in fp32 is trained over gloo with each schedule, every pass recorded (`recorded_passes.py`). The measured step
-is from the first pass to the last over all ranks. It is simulated twice: with the median times of a stage's passes, and
-step by step with each pass's own time, which shows what the model of the schedule leaves out on a machine whose speed
-varies. Messages take the shortest time between two stages' forward passes.
+A llama in fp32 is trained over gloo with each schedule, and every pass is recorded (`recorded_passes.py`). A measured
+step lasts from the first pass to the last over all ranks. It is simulated twice: with the median times of a stage's
+passes, and step by step with each pass's own time. The second shows what the schedule's model leaves out on a machine
+whose speed varies. Messages take the shortest time between two stages' forward passes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
         for engine, schedule, virtual in CASES:
             folder = work / f"{engine}-{schedule}"
             run(folder, tokens, engine, schedule, ranks=asked.ranks, steps=asked.steps)
-            steps = recorded(folder, asked.ranks)[2:]  # the first ones allocate
+            steps = recorded(folder, asked.ranks)[2:]  # the first steps allocate
             program = make_program(
                 engine, schedule, ranks=asked.ranks, micro_batches=MICRO_BATCHES, virtual_stages=virtual
             )
@@ -69,19 +69,19 @@ def main() -> None:
 
 
 class Recorded:
-    """The times that the passes of one step took."""
+    """The times of the passes of one step."""
 
     def __init__(self, step: Sequence[Any]) -> None:
         passes = (each for rank in step for each in rank)
         self._seconds = {(kind, stage, index): end - start for kind, stage, index, start, end in passes}
 
     def seconds(self, instruction: Instruction) -> float:
-        """Of a pass, as `StageTimes.seconds`."""
+        """Seconds of a pass, as in `StageTimes.seconds`."""
         return self._seconds[instruction.kind.value, instruction.stage, instruction.micro_batch]
 
 
 def run(folder: Path, tokens: Path, engine: str, schedule: str, *, ranks: int, steps: int) -> None:
-    """Trains with every pass recorded."""
+    """Trains, and records every pass."""
     folder.mkdir(parents=True)
     config = {
         "engine": engine,
@@ -107,7 +107,7 @@ def run(folder: Path, tokens: Path, engine: str, schedule: str, *, ranks: int, s
 
 
 def recorded(folder: Path, ranks: int) -> list[list[list[Any]]]:
-    """Of every step, the passes of every rank."""
+    """The recorded passes: of every step, for every rank."""
     rows = [[json.loads(line)["passes"] for line in (folder / f"{r}.jsonl").open()] for r in range(ranks)]
     return [list(step) for step in zip(*rows, strict=True)]
 
@@ -135,7 +135,7 @@ def stage_times(steps: Sequence[Sequence[Any]], program: Program) -> list[StageT
 
 
 def transfers(steps: Sequence[Sequence[Any]], program: Program) -> list[float]:
-    """Shortest time between two stages' forward passes of a micro-batch: what its message takes at least."""
+    """Shortest time between two stages' forward passes of a micro-batch: the least time of its message."""
     shortest = [float("inf")] * (program.stages - 1)
     for step in steps:
         passes = {(kind, stage, index): (start, end) for rank in step for kind, stage, index, start, end in rank}

@@ -1,10 +1,10 @@
-"""The planner: a plan of every shipped config on its natural machine, and a thousand layouts by closed formulas.
+"""The planner's speed: a plan of every shipped config on its natural machine, and a thousand layouts by closed forms.
 
     python -m benchmarks.planner [--layouts 1000]
 
-Prints, as JSON, the seconds of every plan (config, model on meta, formulas, what would help; without the imports, which
-are given apart), and how many layouts a search computes per second: wall time, and time of the process, which a busy
-machine does not lengthen.
+It prints, as JSON, the seconds of every plan (config, model on meta, formulas, what would help; without the imports,
+which are listed separately), and how many layouts a search computes per second: in wall time, and in CPU time, which a
+busy machine does not lengthen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NATURAL = {
     **{f"{name}.json": ("rtx4090", 4) for name in ("tp", "pp")},
     **{f"{name}.json": ("rtx4090", 8) for name in ("3d", "fsdp_3d")},
 }
-"""Shipped config -> machine and ranks that it is written for; the toys are for whatever is at hand."""
+"""Shipped config -> machine and ranks for which it is written; the toys are for any machine."""
 
 SEARCHED = ("llama_8b_8gpu.json", "llama_70b_fsdp_3d.json")
 
@@ -79,7 +79,7 @@ def _took(began: Seconds) -> dict[str, float]:
 
 
 def _search(name: str, machine: str, processes: int, *, count: int) -> dict[str, Any]:
-    """The first layouts that the rules allow, as the search computes them; a whole search has more."""
+    """Computes the first layouts that the rules allow, as the search does; a whole search has more."""
     from pipeline.plan.search.layouts import layouts  # noqa: PLC0415
     from pipeline.plan.search.search import evaluate  # noqa: PLC0415
 

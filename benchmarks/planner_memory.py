@@ -1,12 +1,12 @@
-"""Bytes of tensors of a step executed on the CPU, against the planner's formulas: a table of docs/reference/planner.md.
+"""Bytes of tensors of a step on the CPU, against the planner's formulas: a table of docs/reference/planner.md.
 
     python -m benchmarks.planner_memory [--precision bf16] [--only torch] [--bucket 200000]
 
-The layouts, model and batch of benchmarks/parity.py. Every rank runs two steps of real training with gloo, under a mode
-that notes each storage from the operator that returns it until it is freed; the peak of the second step counts, of the
-rank that needs most. Beside it the closed formulas, which `headrace plan` and its search use, and the same step on fake
-tensors, by which `plan --search` verifies its best layouts. Sizes are rounded up to 512 bytes each, as CUDA's allocator
-does. Takes some minutes on two cores.
+Layouts, model and batch are those of benchmarks/parity.py. Every rank trains two real steps with gloo, under a mode
+that follows each storage from the operator that returns it until it is freed. The peak of the second step counts, on
+the rank that needs most. Beside it are the closed formulas of `headrace plan` and its search, and the same step on fake
+tensors, with which `plan --search` verifies its best layouts. Sizes are rounded up to 512 bytes each, as CUDA's
+allocator does. It takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pipeline.runtime.machines.known import load_machine
 
 VOCABULARY = 1024
 STEPS = 2
-"""The first step makes optimizer states; the second is one of many."""
+"""Number of steps: the first makes optimizer states; the second is like all later ones."""
 
 
 class TensorBytes(TorchDispatchMode):
@@ -56,7 +56,7 @@ class TensorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its local operators come one by one
+            return NotImplemented  # its local operators are seen one by one
         result = op(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and each.device.type == "cpu" and not isinstance(each, DTensor):
@@ -66,8 +66,8 @@ class TensorBytes(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Ranks that are forked within count: the peak of each step is written beside the result of their case."""
-    rank: Any = import_module("pipeline.plan.proof.rank")  # a rank's libraries
+    """Makes ranks forked within the block count: each writes the peaks of its steps beside its case's result."""
+    rank: Any = import_module("pipeline.plan.proof.rank")  # imports a rank's libraries
     build = rank.build_engine
 
     def build_counted(run: ResolvedRun, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def counted() -> Iterator[None]:
 
 
 def layouts(tokens: Path, precision: str, only: str, *, bucket: int | None) -> dict[str, tuple[str, Case]]:
-    """Name -> (engine, case), one process of either engine first."""
+    """Name -> (engine, case); one process of each engine comes first."""
     shared = base(tokens, STEPS)
     alone = [("one process", 1, "torch", {}), ("one process", 1, "deepspeed", {"zero_optimization": {"stage": 1}})]
     found = {}
@@ -112,13 +112,13 @@ def layouts(tokens: Path, precision: str, only: str, *, bucket: int | None) -> d
 
 
 def measured_peaks(case: Case, result: CaseResult) -> list[int]:
-    """Bytes of the second step by rank."""
+    """Reads the bytes of the second step, by rank."""
     files = [result.directory / f"peaks-{rank}.json" for rank in range(case.processes)]
     return [json.loads(file.read_text())[-1] for file in files]
 
 
 def executed_peaks(cases: list[Case], work: Path) -> list[dict[int, int]]:
-    """Pipeline rank -> bytes of a step on fake tensors; without those that cannot be executed."""
+    """Pipeline rank -> bytes of a step on fake tensors; ranks that cannot be executed are left out."""
     asked: list[tuple[int, int, fake.StepCase]] = []
     for number, case in enumerate(cases):
         path = work / f"{number}.json"
@@ -139,7 +139,7 @@ def executed_peaks(cases: list[Case], work: Path) -> list[dict[int, int]]:
 
 
 def resolved(case: Case) -> ResolvedRun:
-    """The run of a case."""
+    """Resolves the run of a case."""
     return resolve(parse(Config, case.config), world_size=case.processes)
 
 

@@ -1,17 +1,17 @@
-"""Published training speeds against the planner's: how wrong it is about GPUs, without one (docs/reference/planner.md).
+"""Published training speeds against the planner's: its error for GPUs, without having one (docs/reference/planner.md).
 
     python -m benchmarks.planner_published [--rows]
 
-Plans every run of `published_runs.json` in the layout that was published with it, and prints for each kind of run how
-many there are, the errors of the typical speed, (predicted - published) / published, and how many published speeds are
-within the interval; with `--rows` every run too. Half of the runs of each publication (`fitted`) are those that the
-ranges of `pipeline/runtime/machines/*.json` came from: they say how wide a range is. The others were not looked at.
+It plans every run of `published_runs.json` in its published layout. For each kind of run it prints their number, the
+errors of the typical speed, (predicted - published) / published, and how many published speeds are within the interval;
+with `--rows` also every run. The ranges of `pipeline/runtime/machines/*.json` came from half of each publication's runs
+(`fitted`), which say how wide a range is. The other runs were not used.
 
-Runs of Megatron, NeMo and MaxText (`best`) are planned at the efficiency of the best published runs, others, of FSDP2
-and the like, at that of this project's engines. What the published systems do otherwise counts as the planner's error:
-an H100 with 500 W and slower memory in the place of 700 W, other kernels, an asynchronous tensor parallelism.
-Approximated are MPT and GPT models as Llamas of as many parameters, and Megatron's distributed optimizer as ZeRO stage
-1. Where a publication does not say what is recomputed, nothing is; `note` has what else was assumed.
+Runs of Megatron, NeMo and MaxText (`best`) are planned at the efficiency of the best published runs; other runs, e.g.
+of FSDP2, at that of this project's engines. Differences of the published systems count as the planner's error: an H100
+with 500 W and slower memory instead of 700 W, other kernels, an asynchronous tensor parallelism. MPT and GPT models are
+approximated by Llamas with as many parameters, and Megatron's distributed optimizer by ZeRO stage 1. Where a
+publication does not mention recomputation, none is assumed; `note` has other assumptions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.runtime.machines.known import load_machine
 _CONFIGS = Path(__file__).parent.parent / "ds_configs"
 _RUNS = Path(__file__).with_name("published_runs.json")
 LONG = 16_384
-"""Tokens of a sequence from which a run is one of long context."""
+"""Tokens per sequence from which a run counts as long-context."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class PublishedRun:
 
     Attributes:
         best: Whether the engine is planned at the efficiency of the best published runs.
-        fitted: Whether ranges of the machine came from it.
+        fitted: Whether the machine's ranges came from this run.
         peak: Published peak memory in GiB.
-        note: What was assumed.
+        note: Assumptions about the run.
     """
 
     source: str
@@ -61,7 +61,7 @@ class PublishedRun:
 
     @property
     def fp8(self) -> bool:
-        """Whether products are in fp8."""
+        """Whether its products are in fp8."""
         return "fp8.enabled=true" in self.overrides
 
     @property
@@ -72,7 +72,7 @@ class PublishedRun:
 
     @property
     def kind(self) -> str:
-        """What its error is counted with."""
+        """Kind of run with which its error is counted."""
         engine = "best published" if self.best else "our engines"
         context = ", 16,384 tokens and more" if self.length >= LONG else ""
         return f"{engine}, {load_machine(self.machine).name}, {'fp8' if self.fp8 else 'bf16'}{context}"
@@ -80,7 +80,7 @@ class PublishedRun:
 
 @cache
 def published() -> tuple[dict[str, str], tuple[PublishedRun, ...]]:
-    """Publication -> address ("" for one without), and the runs."""
+    """Reads publication -> address ("" without one), and the runs."""
     known = json.loads(_RUNS.read_text())
     runs = tuple(
         PublishedRun(**{**run, "overrides": (*known["models"][model], *run["overrides"])})
@@ -116,12 +116,12 @@ def predicted(run: PublishedRun) -> Predicted:
 
 
 def error(run: PublishedRun) -> float:
-    """(Predicted - published) / published, of the typical value."""
+    """(Predicted - published) / published, for the typical value."""
     return predicted(run).speed.typical / run.speed - 1
 
 
 def summary(runs: Sequence[PublishedRun]) -> Iterator[str]:
-    """Lines of a table in Markdown: each kind of run, and all of them."""
+    """Lines of a table in Markdown: each kind of run, and all runs together."""
     yield "| runs of | number | median error | median of errors without sign | from | to | within the interval |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     kinds = sorted({run.kind for run in runs})

@@ -3,17 +3,17 @@
     python -m benchmarks.planner_score [--steps 12] [--rounds 2] [--work DIR] [--again]
 
 1. `headrace plan --calibrate` measures this machine.
-2. Every run is a real one (`headrace train`, engine torch, fp32, one thread per process), and its median step is
-   compared with the prediction of that calibration, as `headrace plan --score` does.
+2. Every run is a real one (`headrace train`, engine torch, fp32, one thread per process). Its median step is compared
+   with that calibration's prediction, as in `headrace plan --score`.
 3. The machine is fitted, as by `--save-calibration`, to the runs of the smallest and the largest model on 1 and 2
-   processes, and predicts the model in between and 4 processes, which it has not seen.
-4. The same with the CPU time of a step in the place of the clock's, which other work on a busy machine does not
-   lengthen: it is what a step takes where every process has a core of its own, but for waiting, and is predicted so.
-   What gloo copies and adds up is in it.
+   processes. It predicts the medium model, and 4 processes, neither of which it has seen.
+4. The same, with a step's CPU time instead of wall-clock time, which other work on a busy machine lengthens. A step
+   takes its CPU time if every process has its own core, except for waiting, and is predicted that way. It includes
+   gloo's copies and sums.
 
-With --again no run is trained: those that are in --work are scored, with its machine.json.
+With --again no run is trained: existing runs in --work are scored, with the machine.json there.
 
-Rounds are taken in turn, so that all runs see the same load; medians over the rounds count.
+Rounds alternate: all runs see the same load. Medians over the rounds count.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pipeline.runtime.machines.known import load_machine
 from pipeline.runtime.machines.machine import Machine
 
 MODELS = {"2M": (160, 4), "5M": (256, 4), "10M": (384, 4)}
-"""Parameters -> hidden size and layers; products take most of the time of their steps."""
+"""Parameters -> hidden size and layers; products take most of a step's time."""
 
 PROCESSES = (1, 2, 4)
 SEQUENCE, SAMPLES, VOCABULARY = 128, 4, 1024
 
 
 def config_of(hidden: int, layers: int, tokens: Path, run_dir: Path, *, steps: int) -> dict[str, Any]:
-    """A run of some steps without evaluation and checkpoints in between."""
+    """The config of a run with some steps, without evaluation and checkpoints in between."""
     return {
         "engine": "torch",
         "model": llama(hidden=hidden, layers=layers, heads=hidden // 32, mlp=4),
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def trained(tokens: Path, work: Path, *, steps: int, rounds: int) -> dict[tuple[str, int], list[Path]]:
-    """(model, processes) -> directories of its runs."""
+    """Trains every run; returns (model, processes) -> directories of its runs."""
     found: dict[tuple[str, int], list[Path]] = {}
     for number in range(rounds):
         for processes in PROCESSES:
@@ -104,13 +104,13 @@ def trained(tokens: Path, work: Path, *, steps: int, rounds: int) -> dict[tuple[
 
 
 def known(work: Path) -> dict[tuple[str, int], list[Path]]:
-    """(model, processes) -> directories of its runs that are there."""
+    """(model, processes) -> existing directories of its runs."""
     found = {(name, of): sorted(work.glob(f"{name}-{of}-[0-9]")) for of in PROCESSES for name in MODELS}
     return {key: paths for key, paths in found.items() if paths}
 
 
 def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
-    """The table, and the medians."""
+    """Prints the table, and the medians."""
     calibrated = load_machine(str(machine))
     scores = {key: [score(read_measured(path), calibrated) for path in paths] for key, paths in runs.items()}
     first, *_, last = MODELS
@@ -141,13 +141,13 @@ def report(runs: dict[tuple[str, int], list[Path]], machine: Path) -> None:
 def refitted(
     scores: dict[tuple[str, int], list[Score]], seen: set[tuple[str, int]], machine: Machine
 ) -> dict[tuple[str, int], list[Score]]:
-    """The scores by the machine that is fitted to some of the runs."""
+    """The scores by a machine that is fitted to some of the runs."""
     own = fitted([each for key, found in scores.items() if key in seen for each in found], machine)
     return {key: [rescored(each.measured, each.planned, own) for each in found] for key, found in scores.items()}
 
 
 def with_cpu_time(each: Score) -> Score:
-    """As if a step took its CPU time, on as many hosts as have a core for every process."""
+    """The score as if a step took its CPU time, on as many hosts as give every process a core."""
     run, machine = each.measured, each.planned.machine
     record = {**run.record, "step_s": [run.record["cpu_s"]] * 3}
     hosts = -(-run.record["world_size"] // machine.devices_per_node)
@@ -155,7 +155,7 @@ def with_cpu_time(each: Score) -> Score:
 
 
 def error(found: list[Score]) -> float:
-    """Of the medians of several runs of the same layout."""
+    """Relative error of the medians over several runs with the same layout."""
     return median(each.step.predicted for each in found) / median(each.step.measured for each in found) - 1
 
 

@@ -1,9 +1,9 @@
-"""`pipeline/train.py` with a record of every pass of its pipeline: which, when, on which rank.
+"""`pipeline/train.py` with a record of every pipeline pass: which, when, on which rank.
 
     torchrun --nproc-per-node 2 -m benchmarks.recorded_passes FOLDER --config FILE [--set ...]
 
 Each rank appends one JSON line per training step to FOLDER/RANK.jsonl: `start` and `end` in seconds of a clock that all
-processes of a host share, and `passes`: [kind, virtual stage, micro-batch, start, end]. Evaluations are left out.
+processes of a host share, and `passes`: [kind, virtual stage, micro-batch, start, end]. Evaluations are not recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Recorder:
         self._passes: list[Any] | None = None
 
     def timed(self, function: Callable[..., Any], name: Callable[..., list[Any]]) -> Callable[..., Any]:
-        """The function, whose calls within a step are passes; `name` gives kind, virtual stage and micro-batch."""
+        """Wraps a function whose calls within a step are passes; `name` gives kind, virtual stage and micro-batch."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ class Recorder:
         return call
 
     def step(self, function: Callable[..., Any], trains: Callable[..., bool]) -> Callable[..., Any]:
-        """The function, whose calls are steps where `trains` says so."""
+        """Wraps a function whose calls are steps if `trains` returns true."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def record_torch(recorder: Recorder) -> None:
 
 
 def record_deepspeed(recorder: Recorder) -> None:
-    """Records DeepSpeed's schedule; micro-batches are counted, since its instructions name buffers."""
+    """Records DeepSpeed's schedule; micro-batches are counted, because its instructions name only buffers."""
     from deepspeed.runtime.pipe import schedule  # noqa: PLC0415
     from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: PLC0415
 

@@ -1,11 +1,11 @@
-"""Benchmark of object stores behind latency: tokens through the cache, and pauses of checkpoints, against local ones.
+"""Benchmark of object stores with latency: tokens through the cache, and pauses of checkpoints, against local files.
 
     python -m benchmarks.storage [--latency 10 100] [--steps 40] [--step 1.5] [--rounds 2] [--work DIRECTORY]
 
-An S3 server on this machine (moto) answers every request late by the given milliseconds. The loader (`StepLoader`)
-reads the same steps from local files, from the store without a cache, and through a cold cache; a step lasts `--step`
-seconds, in which the loop sleeps as a host does while a device computes. Then the same run (`train.py`) writes
-checkpoints to a directory, and to the store. The ways alternate. The server shares the cores of this machine.
+An S3 server on this machine (moto) delays every answer by the given milliseconds. The loader (`StepLoader`) reads the
+same steps from local files, from the store without a cache, and through a cold cache. A step lasts `--step` seconds, in
+which the loop sleeps as a host does while a device computes. Then the same run (`train.py`) writes checkpoints to a
+directory, and to the store. The variants alternate. The server shares the cores of this machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ with s3_server("store", between=between):
 
 
 class Reading(NamedTuple):
-    """Seconds of one loader: until its first step, waits for those after the tenth, of CPU in its process per step."""
+    """Seconds of a loader: until its first step, waits for steps after the tenth, CPU time of its process per step."""
 
     first: float
     wait: float
@@ -91,7 +91,7 @@ def main() -> None:
 
 @contextmanager
 def store(latency_ms: float, cache: Path) -> Iterator[None]:
-    """An S3 server with latency, in a process of its own."""
+    """Runs an S3 server with latency in a separate process."""
     command = [sys.executable, "-c", SERVER, str(latency_ms)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -99,7 +99,7 @@ def store(latency_ms: float, cache: Path) -> Iterator[None]:
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     try:
         with environment(variables | keys):
-            s3fs.S3FileSystem.clear_instance_cache()  # of another server
+            s3fs.S3FileSystem.clear_instance_cache()  # they belong to another server
             yield
     finally:
         process.kill()
@@ -108,7 +108,7 @@ def store(latency_ms: float, cache: Path) -> Iterator[None]:
 
 
 def print_readings(latency: float, tokens: Path, spans: Path, arguments: argparse.Namespace) -> None:
-    """A row for each way of reading, medians over the rounds."""
+    """Prints a row for each way of reading, with medians over the rounds."""
     ways = {
         "local files": partial(read, str(tokens), None, arguments),
         "the store, no cache": partial(read, "s3://store/tokens", None, arguments),
@@ -122,7 +122,7 @@ def print_readings(latency: float, tokens: Path, spans: Path, arguments: argpars
 
 
 def read(path: str, spans: Path | None, arguments: argparse.Namespace) -> Reading:
-    """Reads the steps, and sleeps in each; a cache of spans begins cold."""
+    """Reads the steps, sleeping in each; a cache of spans is cold at the start."""
     mixture = open_mixture(
         parse(DataSection, {"sources": [{"path": path}], "sequence_length": LENGTH}), seed=0, stat_files=False
     )
@@ -141,7 +141,7 @@ def read(path: str, spans: Path | None, arguments: argparse.Namespace) -> Readin
 
 
 def print_checkpoints(latency: float, tokens: Path, work: Path, rounds: int) -> None:
-    """A row for each kind of `run.dir`: the pause of a checkpoint, medians over the rounds."""
+    """Prints a row for each kind of `run.dir`: a checkpoint's pause, as medians over the rounds."""
     print()
     print_head("latency, ms", "run.dir", "pause per checkpoint, ms", "step, ms", "ratio of the pause")
     ways = {way: partial(train, way == "a URL", tokens, work) for way in ("a directory", "a URL")}

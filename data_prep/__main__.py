@@ -16,7 +16,7 @@ from foundation.paths import LOCAL, PLACE, is_store_url
 from foundation.remote_directory import CACHE
 from foundation.verbs import Run, Verb
 
-if TYPE_CHECKING:  # the phases import numpy and pyarrow: --help does not wait for them
+if TYPE_CHECKING:  # the phases import numpy and pyarrow, for which --help does not wait
     from data_prep.config.corpus import CorpusConfig
     from data_prep.job.prepare import InspectedJob
     from data_prep.job.progress import Display
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Declares the commands, and the options of the whole job where no command is typed."""
+    """Declares the commands, and the options of the whole job for use without a command."""
     parser.epilog = _EPILOG
     add_verbs(parser, COMMANDS, metavar="COMMAND")
     if parser.active is parser:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     if args.executor == "local":
         from data_prep.executors import local  # noqa: PLC0415
 
-        local.start_fork_server()  # its imports run at the same time as those of this process
+        local.start_fork_server()  # its imports overlap with this process's
     from data_prep.executors import choose  # noqa: PLC0415
     from data_prep.job import phases, prepare  # noqa: PLC0415
 
@@ -309,7 +309,7 @@ def _workers(args: argparse.Namespace) -> int | None:
 
 
 def _duration(seconds: float) -> str:
-    """A duration with as many digits as an estimate knows: 7 s, 85 s, 4 min, 25 min, 2.5 h, 31 h, 4 days."""
+    """A duration with as many digits as an estimate can have: 7 s, 85 s, 4 min, 25 min, 2.5 h, 31 h, 4 days."""
     if seconds < 120:
         return f"{max(1, round(seconds))} s" if seconds < 10 else f"{5 * round(seconds / 5)} s"
     if seconds < 7200:
@@ -322,7 +322,7 @@ def _duration(seconds: float) -> str:
 
 
 def _rounded(count: int) -> str:
-    """A number with the two digits that an estimate knows."""
+    """A number rounded to two digits, the precision of an estimate."""
     return f"{int(float(f'{count:.1e}')):,}"
 
 

@@ -1,4 +1,4 @@
-"""Hash functions that decide document order and the held-out split: pure functions of names, texts and the seed.
+"""Hash functions for document order and the held-out split: pure functions of names, texts and the seed.
 
 XXH3 gives 128 well-mixed bits at memory bandwidth; SplitMix64's finalizer derives independent numbers from them. These
 hashes are not cryptographic: an adversary can construct collisions.
@@ -38,7 +38,7 @@ def utf8_size(text: str) -> int:
 
 
 def unit_key(source: str, file: str, *, seed: int) -> int:
-    """64-bit hash of a file (and the seed) from which the keys of its documents are derived."""
+    """64-bit hash of a file and the seed, from which the keys of the file's documents are derived."""
     name = f"{seed}\0{source}\0{file}".encode("utf-8", "surrogateescape")
     return xxhash.xxh3_64_intdigest(name)
 
@@ -58,7 +58,7 @@ def document_keys(unit_keys: U64, at: npt.NDArray[np.int64]) -> U64:
 
 
 def id_keys(source: str, ids: Sequence[object], *, seed: int) -> U64:
-    """Hashes for the sort keys of documents that have their own ids: independent of the file that holds a document.
+    """Hashes document ids for their sort keys: the keys do not depend on the file that holds a document.
 
     Returns:
         uint64 [ids], uniformly distributed over distinct ids.
@@ -69,7 +69,7 @@ def id_keys(source: str, ids: Sequence[object], *, seed: int) -> U64:
 
 
 def select_fraction(hashes: U64, *, fraction: float, seed: int, purpose: int) -> npt.NDArray[np.bool_]:
-    """Selects a pseudorandom fraction of hashed items: the mix of hash, seed and purpose is below the fraction.
+    """Selects a pseudorandom fraction of hashed items: where the mix of hash, seed and purpose is below it.
 
     Args:
         hashes: uint64 [n], well mixed.

@@ -2,8 +2,8 @@
 
 A task is a small frozen value that pickles. `run` is idempotent and deterministic: it writes the result under a
 temporary name, publishes it by one rename, and writes the same bytes on any worker, at any attempt, beside any other
-tasks. Running a finished task only reads its completion marker. So an executor needs no knowledge of what tasks do, and
-may run one twice (retry, speculative execution).
+tasks. Running a finished task only reads its completion marker. So an executor needs no knowledge of tasks, and may run
+a task twice (retry, speculative execution).
 """
 
 from __future__ import annotations
@@ -91,23 +91,23 @@ class Task(Protocol):
 
 
 def read_marker(directory: Path) -> Marker | None:
-    """The completion marker of a finished task, or None when the task has not finished.
+    """Reads a task's completion marker; None if the task has not finished.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the marker is damaged.
     """
     return read_marker_file(directory / MARKER, remove=directory)
 
 
 def read_marker_file(path: Path, *, remove: Path) -> Marker | None:
-    """The JSON object in a marker, without its checksum, or None if there is no such file.
+    """Reads the JSON object in a marker, without its checksum; None if there is no such file.
 
     Args:
         path: path of the marker.
-        remove: path to remove for repeating the task, for the message.
+        remove: path to remove for repeating the task, named in the message.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the marker is damaged.
     """
     try:
         return without_checksum(json.loads(path.read_bytes()))
@@ -119,15 +119,15 @@ def read_marker_file(path: Path, *, remove: Path) -> Marker | None:
 
 
 def with_checksum(value: Mapping[str, Any]) -> Marker:
-    """A JSON object with the checksum of its other entries."""
+    """Returns a JSON object with a checksum of its entries."""
     return {**value, _CHECKSUM: _json_checksum(value)}
 
 
 def without_checksum(value: Any) -> Marker:
-    """The entries of an object from `with_checksum`; objects of older versions have no checksum.
+    """Returns the entries of an object from `with_checksum`; objects of older versions have no checksum.
 
     Raises:
-        ValueError: it is not an object, or its checksum differs.
+        ValueError: the value is not an object, or its checksum differs.
     """
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -162,7 +162,7 @@ class DirectoryTask:
             return done
         with os_errors_as_data_errors(self.name), atomic_directory(self.directory) as scratch:
             done = self._work(scratch, report)
-            # ASCII: file names in it need not be valid UTF-8
+            # ASCII: file names in the marker may be invalid UTF-8
             (scratch / MARKER).write_text(json.dumps(with_checksum(done)), encoding="ascii")
         return done
 
@@ -172,7 +172,7 @@ class DirectoryTask:
 
 
 def scratch_path(final: Path) -> Path:
-    """A unique temporary name beside `final`, which no process on any machine shares; `SCRATCH` matches it."""
+    """A unique temporary name beside `final`, which no process on any machine uses; `SCRATCH` matches it."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
@@ -180,7 +180,7 @@ def scratch_path(final: Path) -> Path:
 def atomic_directory(final: Path) -> Iterator[Path]:
     """Yields a scratch directory that is renamed to `final` if the block succeeds, and removed if it raises.
 
-    If `final` exists by then, another attempt of this task (speculative execution) was faster and wrote the same bytes:
+    If `final` then exists, another attempt of this task (speculative execution) was faster and wrote the same bytes:
     its result stays.
     """
     scratch = scratch_path(final)

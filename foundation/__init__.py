@@ -1,1 +1,1 @@
-"""The ground floor: errors, finished directories (manifest, atomic rename), config files, locks, verbs. No torch."""
+"""Imports no other package: errors, finished directories (manifest, rename), config files, locks, verbs. No torch."""

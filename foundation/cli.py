@@ -1,4 +1,4 @@
-"""Parts that all command lines share: `--config`, `--set`, and errors that end a process without a traceback."""
+"""Code that all command lines share: `--config`, `--set`, and errors that end a process without a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foundation.link_errors import is_link_error
 from foundation.paths import LOCAL
 
 ERROR_FILE = "HEADRACE_ERROR_FILE"
-"""Environment variable with a file for a rank's error, by which a launcher of several ranks shows one error once."""
+"""Environment variable with a file for a rank's error: a launcher of several ranks then shows the error once."""
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _JOB = "SLURM_JOB_ID"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -25,7 +25,7 @@ _WORLDS = {
     "RANK": "WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK": "PMI_SIZE",
-    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is there in a batch script, too
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",  # SLURM_NTASKS is set in batch scripts, too
 }
 """Environment variable of the rank -> environment variable of the number of ranks."""
 
@@ -44,10 +44,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once, after flushing what was printed.
+    """Ends the process at once, after flushing its output.
 
-    For processes that had a process group: all files are closed by then, and tearing down gloo's threads, all that is
-    left to the interpreter, was seen to end in SIGABRT after a run that had succeeded.
+    Use it for processes that had a process group: all files are closed by then. The interpreter would only tear down
+    gloo's threads, which has been seen to end in SIGABRT after a successful run.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,11 +55,11 @@ def leave(code: int) -> NoReturn:
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Runs `main` and returns its exit code; user errors become a message on stderr and their exit code.
+    """Runs `main` and returns its exit code; a user error becomes a message on stderr and its exit code.
 
     A broken link to another rank gives `EXIT_LOST` after its traceback: the run can be started again unchanged.
 
-    With several ranks the message names its rank, which distinguishes a thousand identical messages.
+    With several ranks the message names its rank, to distinguish a thousand identical messages.
     """
     try:
         return main() or 0
@@ -70,7 +70,7 @@ def guarded(main: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # the reader of our output has gone (`... | head`): nothing to tell, and nobody to tell it to
+        # the reader of our output has gone (`... | head`): no message is needed, and none would be read
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -91,7 +91,7 @@ def guarded(main: Callable[[], int | None]) -> int:
 def _storage_error(error: Exception) -> DataError | None:
     """Describes a full disk, exceeded quota, read-only file system or missing permission; None for other errors.
 
-    safetensors raises an error of its own, which has the errno in its text alone.
+    safetensors raises an error of its own, with the errno only in its text.
     """
     number = error.errno if isinstance(error, OSError) else None
     if type(error).__name__ == "SafetensorError":
@@ -110,16 +110,17 @@ def _tell(error: HeadraceError) -> None:
     if ERROR_FILE in os.environ:
         Path(os.environ[ERROR_FILE]).write_text(f"error: {error}")
     elif rank == "0":
-        # the last line of a job's output is what people and monitors look at first
+        # people and monitors first read the last line of a job's output
         last = f"\nreason: {error.cause}" if _JOB in os.environ else ""
         print(f"error: {error}{last}", file=sys.stderr, flush=True)
     else:
-        brief = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+        # with the remedy: some launchers end rank 0 before it has printed its message
+        brief = "; ".join(line.strip() for line in str(error).splitlines()[:3])
         print(f"error (rank {rank}): {brief}", file=sys.stderr, flush=True)
 
 
 def is_one_of_several() -> bool:
-    """Whether this process is a rank among others."""
+    """Whether this process is one of several ranks."""
     return _rank_of_several() is not None
 
 

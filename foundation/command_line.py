@@ -1,6 +1,6 @@
-"""One argparse front for every verb: help under headings, suggestions for typos, shell completion.
+"""One argparse interface for every verb: help under headings, suggestions for typos, shell completion.
 
-The options of a verb are declared by its module, and only the module of the verb that is typed is imported.
+Each verb's module declares its options, and only the module of the given verb is imported.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from foundation.verbs import Declare, Verb
 _WANTED: dict[Any, str] = {int: "a whole number", float: "a number"}
 _OF_DEEPSPEED = "--config FILE for --deepspeed and --deepspeed_config: the same file, with model, data and run in it;"
 _COMPLETING = "_ARGCOMPLETE"
-"""Environment variable by which the shell's completion function asks for completions instead of the command."""
+"""Environment variable with which the shell's completion function asks for completions instead of the command."""
 _COPIED = {"run": local_run, "folder": local_folder, "directory": local_directory}
 """Kind of directory that an argument reads -> function that copies one from an object store to this host."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a typo with the nearest valid word.
+    """A parser that suggests the nearest valid word for a typo.
 
     Attributes:
         words: words on the command line after the parser's verb.
-        active: the parser of the verb that is typed, or this one if there is no verb.
-        config: the kind of config file that `--set` overrides.
-        has_verbs: whether `add_verbs` has added verbs to it.
+        active: the parser of the given verb, or this one if there is no verb.
+        config: kind of config file that `--set` overrides.
+        has_verbs: whether `add_verbs` has added verbs.
         outputs: URLs on the command line that are outputs.
     """
 
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         self.outputs: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses the words, and keeps them for error messages: nested verbs get theirs only here."""
+        """Parses the words and keeps them for error messages, because nested verbs get theirs only here."""
         self.words = self.words if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verbs(parser: Parser, verbs: Sequence[Verb], *, metavar: str = "VERB") -> None:
-    """Adds verbs to a parser, and lists them in its help; declares only the options of the verb that is typed."""
+    """Adds verbs to a parser and lists them in its help; declares only the options of the given verb."""
     parser.has_verbs = True
     subparsers = parser.add_subparsers(metavar=metavar, help=argparse.SUPPRESS)
     parser.usage = f"%(prog)s {metavar} [options]"
@@ -124,7 +124,7 @@ def execute(
 
     Args:
         words: words of the command line, without the program.
-        prog: name of the program, as it is typed.
+        prog: name of the program, as the user types it.
         declare: function that declares options on a `Parser`, or verbs by `add_verbs`; it sets the default of `_run`,
             the function to run.
         config: kind of config file that `--set` overrides if there is no verb.
@@ -140,12 +140,12 @@ def execute(
         _complete(parser.active, parser)
     try:
         return _run(parser, words)
-    except SystemExit as error:  # argparse ends so after --help, --version and errors
+    except SystemExit as error:  # argparse exits this way after --help, --version and errors
         return error.code if isinstance(error.code, int) else 1
 
 
 def complete_with(action: argparse.Action, complete: Callable[[str], list[str]]) -> None:
-    """Lets a function complete the value of an option from its first characters."""
+    """Makes a function complete the value of an option from its first characters."""
     vars(action)["completer"] = lambda prefix, **_: complete(prefix)
 
 
@@ -168,7 +168,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
 
 
 def publish_outputs(outputs: Sequence[str], run: Callable[[], int | None]) -> int | None:
-    """Calls a function, and uploads its outputs from the `local_output` of each URL."""
+    """Calls a function, then uploads its outputs, each from the `local_output` of its URL."""
     if not outputs:
         return run()
     with all_published(outputs):
@@ -182,7 +182,7 @@ def _raise(error: HeadraceError) -> NoReturn:
 
 
 def _without_rank(words: Sequence[str]) -> list[str]:
-    """Drops `--local_rank`, which the deepspeed launcher puts first; ranks read it from the environment."""
+    """Drops `--local_rank`, which the deepspeed launcher puts first; ranks read it from the environment instead."""
     if words and words[0].startswith("--local_rank"):
         return list(words[1 if "=" in words[0] else 2 :])
     return list(words)
@@ -218,7 +218,7 @@ def _with_nested(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentP
 
 
 def _words_to_complete() -> list[str]:
-    """The whole words before the cursor, without the program."""
+    """The complete words before the cursor, without the program."""
     from argcomplete.lexers import split_line  # noqa: PLC0415
 
     *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))

@@ -18,9 +18,9 @@ class Kind:
     """A kind of config files.
 
     Attributes:
-        name: name of the kind, as it is typed.
+        name: name of the kind, as the user types it.
         what: the kind in words, for titles.
-        used_by: commands that read such a file.
+        used_by: commands that read such files.
         config: class of the whole file, as `module:Class`.
     """
 
@@ -36,7 +36,7 @@ class Kind:
 
     def schema(self) -> dict[str, Any]:
         """The JSON Schema of a file, for editors."""
-        # as in configs that are made for the Trainer of transformers
+        # as in configs for the Trainer of transformers
         return for_editors(self.section(), title=f"headrace: {self.what}", auto=self.name == "run")
 
 

@@ -1,7 +1,8 @@
 """Config files in JSON, JSON with comments, YAML and TOML: reading them, `extends`, and `--set a.b=c`.
 
-The result is a plain dict; `foundation.section.parse` gives it a type. Objects merge key by key, everything else
-(lists too) is replaced whole. A key that appears twice in one object is refused: parsers keep the last silently.
+The result is a plain dict; `foundation.section.parse` gives it a type. Objects merge key by key; all other values,
+including lists, are replaced as a whole. A key that appears twice in one object is refused, because parsers silently
+keep the last one.
 
 | suffix | read as |
 |---|---|
@@ -24,23 +25,23 @@ from foundation.paths import refuse_url
 from foundation.shipped import find_shipped
 
 ConfigTree = dict[str, Any]
-"""A config or one of its sections, nested, as its file and `--set` give it."""
+"""A config or one of its sections: nested, untyped, as read from its file and `--set`."""
 
 SUFFIXES = (".json", ".jsonc", ".json5", ".yaml", ".yml")
 _YAML, _TOML = (".yaml", ".yml"), ".toml"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ConfigTree:
-    """Reads a config file with all it extends, then applies `--set` overrides in order.
+    """Reads a config file with all files that it extends, then applies `--set` overrides in order.
 
     Args:
-        path: a JSON or YAML file; one that does not exist is looked for among the files that headrace ships, e.g.
-            `ds_configs/zero3.json`. `"extends": "base.json"` (or a list, later wins) names files relative to it.
-        overrides: texts of the form `a.b=value`; the value is JSON where it parses as JSON, else a string.
+        path: a JSON, YAML or TOML file; if it does not exist, a file that headrace ships, e.g. `ds_configs/zero3.json`.
+            `"extends": "base.json"` (or a list, where later files win) names files relative to it.
+        overrides: texts of the form `a.b=value`; the value is JSON if it parses as JSON, else a string.
 
     Raises:
-        ConfigError: a file that is missing, has a syntax error, is not an object, extends itself, or repeats a key; an
-            override without `=` or one that descends into something that is not an object.
+        ConfigError: a file is missing, has a syntax error, is not an object, extends itself, or repeats a key; or an
+            override has no `=` or descends into something that is not an object.
     """
     refuse_url(path, field="--config")
     path = Path(path)
@@ -63,7 +64,7 @@ def overridden(raw: Mapping[str, Any], overrides: Sequence[str]) -> ConfigTree:
 
 
 def merge(base: ConfigTree, over: Mapping[str, Any]) -> ConfigTree:
-    """`over` on top of `base`: objects are merged key by key, other values replaced."""
+    """Puts `over` on top of `base`: merges objects key by key, replaces other values."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
@@ -72,10 +73,10 @@ def merge(base: ConfigTree, over: Mapping[str, Any]) -> ConfigTree:
 
 
 def set_value(raw: ConfigTree, dotted: str, value: Any) -> None:
-    """Sets one field, e.g. `run.steps` or `data.sources.0.path`; objects on the way are made.
+    """Sets one field, e.g. `run.steps` or `data.sources.0.path`, and creates missing objects on the way.
 
     Raises:
-        ConfigError: the path leads into something that is neither an object nor a list, or to no item of a list.
+        ConfigError: the path leads into a value that is neither an object nor a list, or to a missing item of a list.
     """
     *parents, last = dotted.split(".")
     here: Any = raw
@@ -96,7 +97,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> ConfigTree:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError("extends", str(path), why=f"the files extend each other: {chain}", remedy="break the circle")
     own = _parse(path)
-    own.pop("$schema", None)  # for editors
+    own.pop("$schema", None)  # a key for editors
     bases = own.pop("extends", [])
     if not isinstance(bases, str) and not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         raise ConfigError("extends", bases, why="it names files", remedy='write "base.json" or ["a.json", "b.json"]')
@@ -142,7 +143,7 @@ def _parse_json(text: str, path: Path) -> Any:
         return _refuse_size("JSON", path, error)
     except ValueError as error:
         found = re.search(r":(\d+) (.*) at column (\d+)", str(error), re.DOTALL)
-    if found and (int(found[1]), int(found[3])) > (plain.lineno, plain.colno):  # json stopped at what JSON5 allows
+    if found and (int(found[1]), int(found[3])) > (plain.lineno, plain.colno):  # json stopped at valid JSON5
         return _refuse_syntax("JSON", path, f"{found[2][0].lower()}{found[2][1:]}", int(found[1]), int(found[3]))
     return _refuse_syntax("JSON", path, plain.msg, plain.lineno, plain.colno)
 
@@ -180,7 +181,7 @@ def _refuse_syntax(language: str, path: Path, problem: str, line: int, column: i
 
 
 def _refuse_size(language: str, path: Path, error: Exception) -> None:
-    """Refuses objects nested deeper than Python's stack, and numbers of more digits than Python reads."""
+    """Refuses objects nested deeper than Python's stack, and numbers with more digits than Python reads."""
     problem = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0].split(":")[0]
     why = f"not readable as {language}: {problem}"
     raise ConfigError("--config", str(path), why=why, remedy="write a smaller file, and smaller numbers") from None

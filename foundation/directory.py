@@ -1,21 +1,20 @@
-"""Directories that are whole or absent.
+"""Directories that are complete or absent.
 
 A stage writes into `staging_path(final)` and calls `commit`, which checksums every file, writes `manifest.json` last,
-flushes everything to disk and renames. Whatever is killed at whatever moment: a directory that has its final name is
-complete.
+flushes everything to disk and renames. A directory with its final name is complete, whenever a process was killed.
 
 `manifest.json` holds
 
 - `kind`: the kind of directory (`tokens`, `run`, `checkpoint`, `model`),
-- `config`: the resolved config it was made with,
-- `code`: the version of headrace, and the git commit when it ran from a checkout,
-- `parents`: name -> {path, fingerprint} of the directories it was made from,
+- `config`: the resolved config with which it was made,
+- `code`: the version of headrace, and the git commit if it ran from a checkout,
+- `parents`: name -> {path, fingerprint} of the directories from which it was made,
 - `details`: figures that depend on the kind (counts, sizes),
 - `files`: relative path -> {bytes, sha256},
 - `fingerprint`: SHA-256 of kind and files: equal fingerprints mean equal bytes, wherever and whenever they were made,
-- `checksum`: SHA-256 of all of the above, where there are files: the manifest itself may be damaged.
+- `checksum`: SHA-256 of all fields above, if there are files: the manifest itself may be damaged.
 
-Nothing in it depends on the time, the host or the number of workers.
+No field depends on the time, the host or the number of workers.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from foundation.paths import refuse_url
 from foundation.version import __version__
 
 Parents = dict[str, Any]
-"""Name of a directory that another was made from -> its path and fingerprint."""
+"""Name of a directory from which another was made -> its path and fingerprint."""
 
 Details = dict[str, Any]
-"""The figures that a manifest records of how its directory was made."""
+"""Figures in a manifest about how its directory was made."""
 
 MANIFEST = "manifest.json"
 COPIED_FROM = "commit.txt"
-"""File beside the packages in a copy of a checkout, with the commit that was copied."""
+"""File beside the packages in a copy of a checkout, with the copied commit."""
 _CHECKSUM = "checksum"
 _CHUNK_BYTES = 1 << 20
 
@@ -72,7 +71,7 @@ class Manifest:
 
 
 def staging_path(final: Path) -> Path:
-    """The path at which a directory is built before it gets its name: beside it, on the same file system."""
+    """The path at which a directory is built before it gets its name: beside `final`, on the same file system."""
     return final.parent / f".{final.name}.partial"
 
 
@@ -93,7 +92,7 @@ def fresh_staging(final: Path) -> Path:
 
 @contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """Makes an empty staging directory for `final`, and deletes it when the block ends, unless it was committed."""
+    """Makes an empty staging directory for `final`, and deletes it at the end of the block unless it was committed."""
     staging = fresh_staging(final)
     try:
         yield staging
@@ -116,12 +115,12 @@ def commit(
 
     Args:
         staging: a directory on the same file system as `final`, to which no process writes any more.
-        final: the name it gets. An existing directory there is an error, unless `replace`: then it is moved aside
-            first and deleted after the new one has its name.
-        known_sha256: checksums of files that were taken while writing, so that they need not be read again.
+        final: the final path. An existing directory there is an error unless `replace`: then it is first moved aside,
+            and deleted once the new directory has its name.
+        known_sha256: checksums taken while writing: these files are not read again.
 
     Raises:
-        DataError: `final` exists and `replace` is not given; or a file of `known_sha256` is not there.
+        DataError: `final` exists and `replace` is not given; or a file in `known_sha256` is missing.
     """
     _restore(final)
     if final.exists() and not replace:
@@ -145,7 +144,7 @@ def entries(staging: Path, *, known_sha256: Mapping[str, str] | None = None) -> 
 
 
 def parent_entry(path: str | Path, fingerprint: str) -> dict[str, str]:
-    """The entry in a manifest's `parents` for a directory that another was made from."""
+    """A manifest's entry in `parents` for a directory from which another was made."""
     return {"path": str(path), "fingerprint": fingerprint}
 
 
@@ -158,7 +157,7 @@ def write_manifest(
     details: Mapping[str, Any] | None = None,
     files: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Manifest:
-    """Writes the manifest alone: for `commit`, and for a directory that grows (a run), whose parts have their own."""
+    """Writes only the manifest: for `commit`, and for a directory that grows (a run), whose parts have their own."""
     listed = {name: dict(entry) for name, entry in (files or {}).items()}
     manifest = {
         "kind": kind,
@@ -175,10 +174,10 @@ def write_manifest(
 
 
 def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
-    """The manifest of a finished directory.
+    """Reads the manifest of a finished directory.
 
     Raises:
-        DataError: there is no such directory, it has no manifest, or it is of another kind.
+        DataError: there is no such directory, it has no manifest, or it has another kind.
     """
     directory = Path(directory)
     path = directory / MANIFEST
@@ -195,7 +194,7 @@ def read_manifest(directory: str | Path, *, kind: str) -> Manifest:
 
 
 def kind_of(directory: Path) -> str | None:
-    """The kind in a directory's manifest; None where there is no manifest that can be read."""
+    """The kind in a directory's manifest; None if there is no readable manifest."""
     with suppress(OSError, DataError):
         kind = read_json(directory / MANIFEST).get("kind")
         return kind if isinstance(kind, str) else None
@@ -203,7 +202,7 @@ def kind_of(directory: Path) -> str | None:
 
 
 def check_kind(directory: str | Path, manifest: Manifest, *, kind: str) -> None:
-    """Raises DataError if a directory is of another kind."""
+    """Raises DataError if a directory has another kind."""
     if manifest.kind != kind:
         raise DataError(f"{directory} holds a '{manifest.kind}', but a '{kind}' is needed\n  try: {_how_to_make(kind)}")
 
@@ -216,7 +215,7 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
         path, remedy: path of the file and advice to the user, for the error message.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the manifest is damaged.
     """
     try:
         raw = json.loads(text)
@@ -232,7 +231,7 @@ def parse_manifest(text: bytes, *, path: str, remedy: str = "make it again") -> 
 
 
 def inner_manifest(text: bytes, *, path: str) -> Manifest | None:
-    """Parses a manifest; None for another program's file of the same name, such as a web page's."""
+    """Parses a manifest; None for another program's file with the same name, such as a web page's."""
     with suppress(ValueError, RecursionError, TypeError):
         if "fingerprint" not in json.loads(text):
             return None
@@ -243,7 +242,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Compares every file's size with the manifest: cheap, finds truncation and loss.
 
     Raises:
-        DataError: names the first file that is missing or has another size.
+        DataError: a file is missing or has another size; the message names the first one.
     """
     for name, entry in manifest.files.items():
         try:
@@ -265,7 +264,7 @@ def verify(directory: Path, manifest: Manifest) -> Iterator[tuple[str, bool]]:
 
 
 def sha256_of_file(path: Path, progress: Callable[[int], None] = lambda _bytes: None) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; `progress` is called with the bytes of each part that was read."""
+    """SHA-256 of a file's bytes, in hexadecimal; `progress` is called with the number of bytes of each part read."""
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -288,10 +287,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path for a file, and renames it in one step: a reader sees the old file or the new one.
+    """Yields a temporary path for a file, then renames it in one step: a reader sees the old file or the new one.
 
-    The file is flushed before. Several processes may write it at once, if it does not matter whose file stays; after an
-    error nothing is left.
+    The file is flushed first. Several processes may write it at once, if it does not matter whose file stays. After an
+    error no file is left.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
@@ -299,7 +298,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:  # a full disk does not say of which file
+    except OSError as error:  # a full disk's error does not name the file
         error.filename = error.filename or str(path)
         raise
     finally:
@@ -307,7 +306,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself where it exists, otherwise the nearest directory above it that does."""
+    """The path itself if it exists, otherwise the nearest existing directory above it."""
     return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
@@ -325,7 +324,7 @@ def fingerprint_of(value: object) -> str:
 
 @cache
 def code_version() -> dict[str, str | None]:
-    """The version of headrace, and the git commit when this file lies in a checkout, or in a copy that names it."""
+    """The version of headrace, and the git commit if this file is in a checkout or in a copy that names it."""
     root = Path(__file__).resolve().parents[1]
     commit_id = None
     if (copied := root / COPIED_FROM).is_file():
@@ -339,8 +338,8 @@ def code_version() -> dict[str, str | None]:
 
 
 def _share(root: Path) -> None:
-    """Gives every file the mode that `open` would; safetensors writes files that only their owner can read."""
-    # of a file that is made here: the umask itself can only be read by setting it, for all threads of the process
+    """Gives every file the mode that `open` would give; safetensors writes files that only their owner can read."""
+    # take the mode of a new file: the umask can only be read by setting it, for all threads of the process
     probe = root / f".mode-{uuid.uuid4().hex[:12]}"
     try:
         probe.touch(0o666, exist_ok=False)
@@ -402,7 +401,7 @@ def _aside(final: Path) -> Path:
 
 
 def _restore(final: Path) -> None:
-    """Gives a directory its name back when a process was killed between moving it aside and putting the new one."""
+    """Gives a directory its name back if a process was killed after moving it aside, before placing the new one."""
     if _aside(final).exists() and not final.exists():
         _aside(final).rename(final)
 

@@ -1,7 +1,7 @@
 """Errors that a user can cause, and their exit codes.
 
 Every error that a user can cause derives from `HeadraceError` and says what was found, why it cannot work and what to
-do next. Entry points print it without a traceback and leave with its `exit_code`. `assert` is for our own bugs.
+do next. Entry points print it without a traceback and exit with its `exit_code`. `assert` is for our own bugs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any
 
 EXIT_USAGE = 2
-"""Exit code of a run that was refused: the input or the config has to change before a retry can help."""
+"""Exit code of a refused run: the input or the config has to change before a retry can help."""
 
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C (128 + SIGINT), as shells report it."""
 
 EXIT_REQUEUE = 75
-"""Exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL). Started again it goes on."""
+"""Exit code of a run that was asked to stop and saved its state (EX_TEMPFAIL). A new start resumes it."""
 
 EXIT_LOST = 76
-"""Exit code of a run that has lost a rank, dead or hanging. Started again it goes on from its newest checkpoint."""
+"""Exit code of a run that lost a rank, dead or hanging. A new start resumes from its newest checkpoint."""
 
 EXIT_FOLLOWED = 77
-"""Exit code of a rank that ends because another one has failed; the other one's error says what to do."""
+"""Exit code of a rank that ends because another rank failed; the other rank's error says what to do."""
 
 
 class HeadraceError(Exception):
@@ -47,8 +47,8 @@ class ConfigError(HeadraceError):
     Args:
         field: dotted path of the offending field, e.g. `zero_optimization.stage`.
         value: the value that was given, shown with `repr`; None shows none.
-        why: the reason, with the numbers that made it so.
-        remedy: the nearest thing that works.
+        why: the reason, with the numbers behind it.
+        remedy: the nearest valid setting.
     """
 
     def __init__(self, field: str, value: object = None, *, why: str, remedy: str) -> None:
@@ -63,12 +63,12 @@ class ConfigError(HeadraceError):
         return "; ".join(" ".join(cause.split()) for cause in causes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the arguments: errors travel between ranks, and ours are not built from their message alone."""
+        """Pickles the arguments: errors travel between ranks, and cannot be rebuilt from their message alone."""
         return partial(ConfigError, why=self.why, remedy=self.remedy), (self.field, self.value)
 
 
 class RefusedValueError(ValueError):
-    """An error that a validator of one value raises, with reason and remedy; `foundation.section` names the key.
+    """An error that a validator of one value raises, with reason and remedy; `foundation.section` adds the key.
 
     Attributes:
         why: the reason.
@@ -81,7 +81,7 @@ class RefusedValueError(ValueError):
 
 
 class CombinedConfigError(ConfigError):
-    """Several problems of one config, in one message. Field, value and reason are the first problem's.
+    """Several problems of one config, in one message. Field, value and reason are those of the first problem.
 
     Args:
         problems: two or more errors.
@@ -102,7 +102,7 @@ def refuse_all(problems: Sequence[ConfigError]) -> None:
     """Raises all problems of a config at once.
 
     Raises:
-        ConfigError: the one problem, or `CombinedConfigError` with several distinct ones; none without a problem.
+        ConfigError: the only problem, or `CombinedConfigError` for several distinct ones; nothing without a problem.
     """
     distinct = list({str(each): each for error in problems for each in problems_in(error)}.values())
     if distinct:
@@ -126,19 +126,19 @@ def found_by(checks: Sequence[Callable[[], object]]) -> list[ConfigError]:
 
 
 class DataError(HeadraceError):
-    """Input text, a token directory or a model directory that is missing, damaged or of the wrong kind."""
+    """Input text, a token directory or a model directory is missing, damaged or of the wrong kind."""
 
 
 class CheckpointError(HeadraceError):
-    """A checkpoint that is missing, damaged or belongs to another run."""
+    """A checkpoint is missing or damaged, or belongs to another run."""
 
 
 class TrainingError(HeadraceError):
-    """A run that cannot go on: a non-finite loss, or a rank that failed."""
+    """A run cannot continue: a non-finite loss, or a rank that failed."""
 
 
 class LostError(TrainingError):
-    """A rank that did not join, or does not answer. Nothing has to be fixed before the run is started again."""
+    """A rank did not join or does not answer. The run can be started again without a fix."""
 
     exit_code = EXIT_LOST
 

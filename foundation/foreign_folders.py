@@ -1,7 +1,7 @@
-"""Folders of other tools, recognised by the files in them, and how to use or import each.
+"""Folders of other tools, recognized by the files in them, and how to use or import each folder.
 
-One table, used wherever a folder is opened: `model.path`, data, runs and checkpoints. Only names are read, in the
-folder and those one below, so that a folder on a slow disk costs a listing or two.
+One table, used wherever a folder is opened: `model.path`, data, runs and checkpoints. Only names in the folder and its
+subfolders are read: a folder on a slow disk costs a listing or two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from foundation.errors import DataError, HeadraceError
 
 _LOOKED_AT = 1000
-"""Most names that are read of a folder: folders of tokens may have very many."""
+"""Most names read in a folder: folders of tokens may have very many."""
 TRAINED_BY_TRAINER = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files beside the model in a checkpoint of the Hugging Face Trainer; with DeepSpeed or FSDP, only the first."""
 
@@ -27,9 +27,9 @@ class Foreign:
 
     Attributes:
         name: the kind in words, with the tool's name.
-        marks: patterns of paths in it, `/` for a folder below; each has to match one.
+        marks: patterns of paths in the folder, with `/` for a subfolder; each pattern has to match a path.
         remedy: advice on how to use the folder, with `FOLDER` for its path.
-        checkpoint: whether `headrace import` takes its optimizer state and step, too.
+        checkpoint: whether `headrace import` also takes its optimizer state and step.
     """
 
     name: str
@@ -147,7 +147,7 @@ def recognise(folder: Path) -> Foreign | None:
         return None
     for kind in KINDS:
         if all(any(fnmatchcase(name, mark) for name in names) for mark in kind.marks):
-            # of a checkpoint the whole folder is read, whichever file of it was named
+            # a checkpoint is read as a whole folder, whichever of its files was named
             place = folder.parent if kind.checkpoint and folder.is_file() else folder
             named = kind.remedy.replace("FOLDER", str(place))
             return replace(kind, remedy=named)
@@ -155,10 +155,10 @@ def recognise(folder: Path) -> Foreign | None:
 
 
 def file_beside(file: Path, name: str, error: type[HeadraceError] = DataError) -> Path:
-    """Returns the path that a foreign file names in its folder: an index its shards, `latest` the folder of a step.
+    """Returns the path that a foreign file names in its folder, e.g. an index its shards, `latest` a step's folder.
 
     Raises:
-        error: the name leads out of the folder.
+        error: the path leads out of the folder.
     """
     if leads_out(name):
         why = f"{file} names {name}, which is not in the folder: refused"
@@ -167,13 +167,13 @@ def file_beside(file: Path, name: str, error: type[HeadraceError] = DataError) -
 
 
 def leads_out(name: str) -> bool:
-    """Whether a relative path in a file that others have written leads out of the file's folder."""
+    """Whether a relative path in a foreign file leads out of the file's folder."""
     path = PurePath(name)
     return path.is_absolute() or ".." in path.parts
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:
-    """Whether a model folder is a checkpoint of the Hugging Face Trainer: more than a model."""
+    """Whether a model folder is a checkpoint of the Hugging Face Trainer, with more than the model."""
     return any((folder / name).is_file() for name in TRAINED_BY_TRAINER)
 
 
@@ -184,7 +184,7 @@ def what_it_is(folder: Path, otherwise: str) -> str:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Yields names in a folder and in those below, down to `global_step9/mp_rank_00/x.pt`."""
+    """Yields names in a folder and its subfolders, down to `global_step9/mp_rank_00/x.pt`."""
     for entry in _entries(folder):
         yield entry.name
         if entry.is_dir():

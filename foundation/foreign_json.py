@@ -1,4 +1,4 @@
-"""JSON that others may have written: it may be damaged, in another encoding, nested 100,000 deep, or no object."""
+"""JSON from other programs: it may be damaged, in another encoding, nested 100,000 deep, or not an object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_json(
 
 
 def json_row(line: str | bytes) -> dict[str, Any] | None:
-    """Parses the object in a line; None where the line is damaged or holds something else."""
+    """Parses the object in a line; None if the line is damaged or holds another value."""
     with suppress(ValueError, RecursionError):
         found = json.loads(line)
         return found if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""Signs that a machine has GPUs, so that one whose GPU does not work is not taken for one without a GPU."""
+"""Signs that a machine has GPUs, to distinguish a machine with a broken GPU from one without a GPU."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _DEVICES = {"CUDA": "nvidia[0-9]*", "ROCm": "kfd"}
 _SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _NONE_VISIBLE = {"", "-1", "NoDevFiles", "void", "none"}
-"""First entries of the variables in `_VISIBLE` that hide all GPUs; the third is Slurm's for a job without any, the last
-two are those of NVIDIA's container runtime, in whose containers the host's driver shows all the same."""
+"""First entries of the variables in `_VISIBLE` that hide all GPUs. The third is Slurm's for a job without GPUs; the
+last two are those of NVIDIA's container runtime, where the host's driver is visible all the same."""
 _LEAST_DRIVER = {"CUDA 11": 450, "CUDA 12": 525, "CUDA 13": 580}
 """Major version of CUDA -> the oldest driver that runs it (NVIDIA's "Minor Version Compatibility", table 1)."""
 
 
 def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path("/")) -> None:
-    """Refuses a machine with GPUs that torch cannot use: to be called where torch has none available.
+    """Refuses a machine with GPUs that torch cannot use; call it where torch finds no GPU.
 
     Args:
         torch: The module, which this package does not import.
-        key: The config key that takes the CPU when it is set to cpu; None where only CUDA_VISIBLE_DEVICES does.
-        root: The directory below which the driver's files are looked for.
+        key: The config key that selects the CPU when set to cpu; None where only CUDA_VISIBLE_DEVICES does.
+        root: The directory below which the driver's files are searched.
 
     Raises:
-        ConfigError: torch is built for GPUs, and a driver or a Slurm job promises one; names driver and need.
+        ConfigError: torch is built for GPUs, and a driver or a Slurm job promises one; the message names driver and
+            need.
     """
     cuda, hip = torch.version.cuda, torch.version.hip
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else ""
@@ -59,9 +60,9 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
 
 
 def _gpu_evidence(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
-    """The file or variable by which this process should have GPUs; None without one.
+    """The file or variable that promises this process GPUs; None without one.
 
-    CUDA_VISIBLE_DEVICES is none of them: DeepSpeed sets it on any machine.
+    CUDA_VISIBLE_DEVICES does not count: DeepSpeed sets it on any machine.
     """
     if any(name in environ and environ[name].split(",")[0].strip() in _NONE_VISIBLE for name in _VISIBLE):
         return None
@@ -73,9 +74,9 @@ def _gpu_evidence(platform: str, environ: Mapping[str, str], root: Path) -> str 
 
 
 def _is_denied(device: Path) -> bool:
-    """Whether this process's control group denies a device, as in a job without GPUs on a host that has some.
+    """Whether this process's control group denies a device, as in a job without GPUs on a host with GPUs.
 
-    The error is EPERM then; a user whom the file's mode keeps out gets EACCES, and is to hear of it.
+    The error is then EPERM. A user without permission for the file gets EACCES, which has to be reported.
     """
     try:
         os.close(os.open(device, os.O_RDWR))

@@ -1,4 +1,4 @@
-"""HTML pages in which every value is escaped: the only writer of pages, for data prep, planner and report alike."""
+"""HTML pages in which every value is escaped: data prep, planner and report all write their pages with this module."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def html(template: str, *values: object, **named: object) -> Markup:
 
     Args:
         template: HTML written in the program, never text from an input.
-        values: put in escaped, quotes included, unless they are `Markup` themselves.
+        values: values to insert, escaped (quotes included) unless they are `Markup`.
         named: values for `{name}`, escaped in the same way.
     """
     return Markup(template).format(*values, **named)
 
 
 def join(parts: Iterable[Markup], *, between: str = "") -> Markup:
-    """Joins pieces of HTML; `between` is HTML, too."""
+    """Joins pieces of HTML; `between` is also HTML."""
     return Markup(between).join(parts)
 
 
 def document(*, title: str, style: str, body: Markup, script: str = "") -> str:
-    """Returns a self-contained page, on which the browser runs `script` and no other.
+    """Returns a self-contained page on which the browser runs only `script`.
 
-    The Content-Security-Policy names the script by its hash, so a script or an event handler that came in with data
-    would not run even if it got past the escaping.
+    The Content-Security-Policy names the script by its hash: a script or an event handler in the data would not run
+    even if it were not escaped.
 
     Args:
-        title: shown by the browser; escaped.
+        title: title that the browser shows; escaped.
         style: the style sheet, from the program.
         body: contents of the page.
         script: JavaScript from the program.

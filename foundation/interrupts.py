@@ -13,13 +13,13 @@ from types import FrameType
 
 @contextmanager
 def defer_interrupt(what: str) -> Iterator[None]:
-    """Defers Ctrl-C until a block is done, and then raises KeyboardInterrupt. A second Ctrl-C is not deferred.
+    """Defers Ctrl-C until a block is done, then raises KeyboardInterrupt. A second Ctrl-C is not deferred.
 
-    torch's writer of checkpoints wraps an interrupt into an error of its own, or aborts the process. Without effect in
-    other threads than the main one, inside another such block, and where the program handles SIGINT itself.
+    torch's writer of checkpoints wraps an interrupt into an error of its own, or aborts the process. This has no effect
+    in threads other than the main one, inside another such block, or where the program handles SIGINT itself.
 
     Args:
-        what: name of the work that is finished first, for the message to the user.
+        what: name of the work to finish first, for the message to the user.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,7 +1,7 @@
 """JSON Schema (draft 2020-12) of a config class, and words for what its nodes allow.
 
 The schema is pydantic's, without the titles and class names that mean nothing to a user. Error messages, `headrace
-explain`, the reference page and the completion of editors all come from it, so they cannot differ.
+explain`, the reference page and editor completion all come from it: they cannot differ.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import BaseModel
 Node = Mapping[str, Any]
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 UNKNOWN_TEXT = "..."
-"""The example for a text key whose description gives none."""
+"""Example for a text key whose description has none."""
 NO_DEFAULT = object()
-"""Stands for the default of a required key or of a section, which have none."""
+"""Placeholder for the default of a required key or a section, which have none."""
 
 
 @cache
@@ -34,11 +34,11 @@ def schema_of(section: type[BaseModel]) -> Node:
 def for_editors(section: type[BaseModel], *, title: str, auto: bool = False) -> dict[str, Any]:
     """The schema of a whole config file, which may extend another one.
 
-    A key that is required may stand in the file that is extended; so only the objects of lists, which are always
-    replaced as a whole, keep their required keys.
+    A required key may be in the extended file. So only objects in lists, which are always replaced as a whole, keep
+    their required keys.
 
     Args:
-        section: the class of the file.
+        section: config class of the file.
         title: title of the schema.
         auto: whether any value may be "auto", which leaves the key out.
     """
@@ -83,12 +83,12 @@ class Key:
 
     @property
     def description(self) -> str:
-        """The meaning of the key; for a section without a description of its own, that of its objects."""
+        """The meaning of the key; for a section without a description, the description of its objects."""
         return str(self.node.get("description") or self.section_text)
 
     @property
     def section_text(self) -> str:
-        """The description of the objects that the key holds; empty if they are of several kinds, or there are none."""
+        """The description of the objects that the key holds; empty if there are none or several kinds."""
         texts = [str(child.get("description", "")) for _, child in _children(self.node, self.schema)]
         return texts[0] if len(texts) == 1 else ""
 
@@ -115,7 +115,7 @@ def keys_of(schema: Node) -> Iterator[Key]:
 
 
 def node_at(schema: Node, loc: Sequence[str]) -> Node | None:
-    """The node that a location (keys and list indices) names; None where there is none."""
+    """The node at a location (keys and list indices); None if there is none."""
     nodes: list[Node] = [schema]
     for part in loc:
         nodes = [child for node in nodes for child in _step(node, part, schema)]
@@ -147,7 +147,7 @@ def wanted(node: Node, schema: Node) -> str:
 
 
 def example(node: Node, schema: Node) -> object:
-    """A value that a node allows: a stated one ("e.g. ..."), a choice, the default, or one of its type."""
+    """A value that a node allows: a stated example ("e.g. ..."), a choice, the default, or any value of its type."""
     if "examples" in node:
         return node["examples"][0]
     alternatives = [each for each in _alternatives(node, schema) if each.get("type") != "null"] or [node]
@@ -183,7 +183,7 @@ def as_json(value: object) -> str:
 
 
 def _polished(node: Any, *, is_node: bool = True) -> Any:
-    """Drops titles, discriminators and the defaults of sections, which repeat what the sections' keys say."""
+    """Drops titles, discriminators and the defaults of sections, which repeat the sections' keys."""
     if isinstance(node, list):
         return [_polished(item) for item in node]
     if not isinstance(node, dict):
@@ -240,7 +240,7 @@ def _alternatives(node: Node, schema: Node) -> list[Node]:
 
 
 def _children(node: Node, schema: Node) -> list[tuple[str, Node]]:
-    """The objects with keys of their own that a node may hold, each with the suffix of its path, e.g. `[]`."""
+    """The objects with their own keys that a node may hold, each with its path suffix, e.g. `[]`."""
     found = []
     for each in _alternatives(node, schema):
         if "properties" in each:
@@ -253,7 +253,7 @@ def _children(node: Node, schema: Node) -> list[tuple[str, Node]]:
 
 
 def _variant(item: Node) -> str:
-    """Returns `[]`, or e.g. `[c4]` for an object that a constant key distinguishes from others."""
+    """Returns `[]`, or e.g. `[c4]` for an object that a constant key distinguishes."""
     constants = [value["const"] for value in item["properties"].values() if "const" in value]
     return f"[{constants[0]}]" if constants else "[]"
 
@@ -339,7 +339,7 @@ def _fits(value: object, node: Node) -> bool:
 
 
 def _value_at(text: str, start: int) -> object:
-    """Parses the JSON value that begins at `start`; where it is not JSON, returns the word there."""
+    """Parses the JSON value that begins at `start`; if it is not JSON, returns the word there."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[0]
     except json.JSONDecodeError:

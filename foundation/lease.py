@@ -1,13 +1,13 @@
-"""Leases of the process that writes to a place: numbered objects or files `.lease/00000003`; the highest counts.
+"""Leases that let one process write to a place: numbered objects or files `.lease/00000003`; the highest counts.
 
 A place is a URL, or a directory on a file system without locks (`foundation.lock`).
 
-A lease is taken by writing the next number on the condition that it does not exist, so that of several processes one
-succeeds, and its holder renews it again and again. One that has not changed for as long as its holder has promised is
-out of date, and the next number may be taken; so may that of a holder that has given it back. A holder that was paused
-for longer finds a higher number, and has to stop writing: it asks before it writes the next object (`Held.check`), so
-that at most the one that was being written while it was paused comes after the takeover. The clocks of two hosts are
-never compared.
+A process takes a lease by writing the next number on the condition that it does not exist: only one of several
+processes succeeds. The holder renews its lease again and again. A lease that has not changed for as long as its holder
+promised is out of date, and the next number may be taken; the same holds for a lease that its holder has given back. A
+holder that was paused for longer finds a higher number, and has to stop writing. It checks before it writes each object
+(`Held.check`): after a takeover at most the object that was being written during the pause arrives. The clocks of two
+hosts are never compared.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from foundation.storage import (
 
 FOLDER = ".lease"
 SILENT_S = 30.0
-"""Seconds without a renewal after which a lease is out of date, by default."""
+"""Default number of seconds without a renewal after which a lease is out of date."""
 _RENEWALS = 6
-"""Renewals of a lease within the time after which it would be out of date."""
+"""Number of renewals in the time after which a lease would be out of date."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Lease:
     """A numbered claim of one process to write to a place.
 
     Attributes:
-        number: number of the lease; the highest of a place counts.
-        token: text that only the process that has taken the lease has.
+        number: number of the lease; a place's highest number counts.
+        token: text that only the process that took the lease has.
         host, pid: host name and process id of the holder.
         silent_s: seconds without a renewal after which the lease is out of date.
         renewed: number of renewals so far.
-        released: whether the holder has given the lease back.
+        released: whether the holder gave the lease back.
         status: JSON values that the holder publishes with each renewal.
     """
 
@@ -75,7 +75,7 @@ class Lease:
         return self.silent_s / _RENEWALS
 
     def encoded(self) -> bytes:
-        """The lease as the bytes of an object, in JSON."""
+        """Encodes the lease as the bytes of an object, in JSON."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -84,29 +84,29 @@ class LeaseTakenError(DataError):
 
 
 class LeaseLostError(TrainingError):
-    """Another process has taken the lease over."""
+    """Another process has taken over the lease."""
 
 
 def newest_lease(place: str) -> Lease | None:
-    """Reads the lease of a place that counts; None if no process has written there.
+    """Reads a place's newest lease, the one that counts; None if no process has written there.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the lease is damaged.
         StorageError: the store cannot be read.
     """
     for number in _numbers(place):
-        with suppress(FileNotFoundError):  # a later one has been taken meanwhile
+        with suppress(FileNotFoundError):  # a later lease has been taken meanwhile
             try:
                 return Lease(**json.loads(data := _read(place, number)))
             except (ValueError, RecursionError, TypeError) as error:
                 why = f"{_url(place, number)} is damaged: {error!r}"
-                kind = DataError if data else StorageError  # a file that is empty is being made
+                kind = DataError if data else StorageError  # an empty file is being written
                 raise kind(f"{why}\n  try: delete it, when no process writes to {place}") from None
     return None
 
 
 def wait_until_free(place: str, lease: Lease, *, say: Callable[[str], None]) -> None:
-    """Returns once a lease that was not given back is out of date; takes as long as its holder has promised.
+    """Waits until a lease that was not given back is out of date, which takes as long as its holder promised.
 
     Args:
         place: a URL.
@@ -114,7 +114,7 @@ def wait_until_free(place: str, lease: Lease, *, say: Callable[[str], None]) -> 
         say: function that shows a line to the user.
 
     Raises:
-        LeaseTakenError: its holder has renewed it, or another process has taken the next one.
+        LeaseTakenError: the holder has renewed the lease, or another process has taken the next one.
     """
     if lease.released:
         return
@@ -133,10 +133,10 @@ def wait_until_free(place: str, lease: Lease, *, say: Callable[[str], None]) -> 
 
 
 def take_lease(place: str, after: Lease | None, *, token: str, silent_s: float) -> Lease:
-    """Takes the lease after one that is given back or out of date, and deletes those before it.
+    """Takes the lease after one that was given back or is out of date, and deletes earlier leases.
 
     Raises:
-        LeaseTakenError: another process has been quicker.
+        LeaseTakenError: another process was faster.
         StorageError: the store cannot be written to.
     """
     number = 1 if after is None else after.number + 1
@@ -150,7 +150,7 @@ def take_lease(place: str, after: Lease | None, *, token: str, silent_s: float) 
 
 
 class Held:
-    """The lease of a place that this process holds; see `held`.
+    """A place's lease that this process holds; see `held`.
 
     Attributes:
         number: number of the lease.
@@ -164,7 +164,7 @@ class Held:
         """Checks before each write that the lease is still held; reads the place only if it may be out of date.
 
         Raises:
-            LeaseLostError: another process has taken it over.
+            LeaseLostError: another process has taken over the lease.
             StorageError: the store cannot be reached.
         """
         if time.monotonic() - self._renewed_at > self._lease.silent_s:
@@ -191,18 +191,18 @@ def held(
     say: Callable[[str], None],
     lost: Callable[[LeaseLostError], object] = lambda _error: None,
 ) -> Iterator[Held]:
-    """Takes the lease of a place that no process writes to, renews it while the block runs, and gives it back.
+    """Takes the lease of a place to which no process writes, renews it while the block runs, and gives it back.
 
     Args:
         place: a URL, or the path of a directory.
         token: text that only this process has.
         silent_s: seconds without a renewal after which the lease is out of date.
         say: function that shows a line to the user.
-        lost: function that the renewing thread calls when another process has taken the lease over.
+        lost: function that the renewing thread calls when another process has taken over the lease.
 
     Raises:
         LeaseTakenError: another process writes there.
-        LeaseLostError: another process has taken it over meanwhile.
+        LeaseLostError: another process has taken over the lease meanwhile.
         StorageError: the store cannot be read or written to; failing to give the lease back is no error.
     """
     before = patiently(partial(newest_lease, place))
@@ -215,7 +215,7 @@ def held(
         while not ended.wait(interval_s):
             try:
                 lease.renew()
-            except StorageError:  # an upload tells whether it succeeds
+            except StorageError:  # an upload reports its own failure
                 continue
             except LeaseLostError as error:  # giving it back raises it again
                 lost(error)
@@ -231,7 +231,7 @@ def held(
     try:
         yield lease
     except BaseException:
-        with suppress(StorageError, LeaseLostError):  # the error in the block says more
+        with suppress(StorageError, LeaseLostError):  # the error in the block is more informative
             give_back()
         raise
     with suppress(StorageError):  # everything is written, and the lease will soon be out of date
@@ -243,7 +243,7 @@ def renew(place: str, lease: Lease, *, status: Mapping[str, Any], released: bool
 
     Raises:
         LeaseLostError: another process has taken the next one.
-        StorageError: the store cannot be reached; the lease is as it was, or renewed.
+        StorageError: the store cannot be reached; the lease is unchanged or renewed.
     """
     newest = next(_numbers(place), 0)
     if newest != lease.number:
@@ -276,7 +276,7 @@ def _read(place: str, number: int) -> bytes:
 
 
 def _create(place: str, lease: Lease) -> bool:
-    """Writes a lease unless there is one of its number; returns whether it did."""
+    """Writes a lease unless its number exists; returns whether it wrote the lease."""
     if is_url(place):
         return put_if_absent(_url(place, lease.number), lease.encoded())
     path = Path(_url(place, lease.number))

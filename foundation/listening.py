@@ -1,4 +1,4 @@
-"""Listening sockets of a run's servers, on the address by which peers have reached this host, if one is known."""
+"""Listening sockets of a run's servers, on the address at which peers have reached this host, if it is known."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.socket:
     """A listening socket on a free port.
 
-    It is bound to the loopback address if `address` is one, or if all peers are on this host. If peers have reached the
-    rendezvous by one other address of this host, it is bound to that one: a host name may lead to 127.0.1.1, to another
-    network card, or to IPv6 first where only IPv4 works. Otherwise it is bound to all addresses, IPv6 and IPv4.
+    The socket is bound to the loopback address if `address` is one, or if all peers are on this host. If peers have
+    reached the rendezvous at exactly one other address of this host, it is bound to that address: a host name may lead
+    to 127.0.1.1, to another network card, or to IPv6 first where only IPv4 works. Otherwise it is bound to all
+    addresses, IPv6 and IPv4.
 
     Args:
-        address: The address of rank 0's host, as the ranks were given it.
+        address: The address of rank 0's host, as given to the ranks.
         backlog: How many connections may wait to be accepted.
-        port: The rendezvous' port; 0 where there is none.
+        port: The rendezvous' port; 0 if there is none.
     """
     if address in ("localhost", "::1") or address.startswith("127."):
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
@@ -36,9 +37,9 @@ def listening_socket(address: str, backlog: int, *, port: int = 0) -> socket.soc
 
 
 def bound_socket(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a free port of one address of this host.
+    """A listening socket on a free port of one of this host's addresses.
 
-    It is bound to all addresses if `address` is a name, a loopback address or not of this host (behind a proxy).
+    The socket is bound to all addresses if `address` is a name, a loopback address or not this host's (behind a proxy).
     """
     with suppress(ValueError, OSError):
         if not ipaddress.ip_address(address).is_loopback:
@@ -47,7 +48,7 @@ def bound_socket(address: str, backlog: int) -> socket.socket:
 
 
 def connected_addresses(port: int) -> set[_Address]:
-    """This host's addresses in TCP connections with a port at either end; empty where the system does not tell."""
+    """This host's addresses in TCP connections with a port at either end; empty if the system does not report them."""
     found: set[_Address] = set()
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -60,7 +61,7 @@ def connected_addresses(port: int) -> set[_Address]:
 
 
 def _address(text: str) -> _Address:
-    """An address as `/proc/net/tcp` prints it: 32-bit words of network order, each as a number of this machine."""
+    """Decodes an address in `/proc/net/tcp`: 32-bit words of network order, each as a number of this machine."""
     words = (int(text[at : at + 8], 16) for at in range(0, len(text), 8))
     found = ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words))
     return getattr(found, "ipv4_mapped", None) or found
@@ -68,7 +69,7 @@ def _address(text: str) -> _Address:
 
 def _bound(address: str, backlog: int) -> socket.socket:
     if not address and socket.has_dualstack_ipv6():
-        with suppress(OSError):  # compiled in, but disabled
+        with suppress(OSError):  # IPv6 is compiled in, but disabled
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)

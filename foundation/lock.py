@@ -1,4 +1,4 @@
-"""Lock files, each held by one process at a time, by flock: the kernel releases it however the process ends."""
+"""Lock files, each held by one process at a time, by flock: the kernel releases the lock however the process ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LockedError(DataError):
 
 
 class NoLocksError(DataError, OSError):
-    """A file system has no locks, such as Lustre mounted without `flock`, or NFS without its lock service."""
+    """A file system lacks locks, e.g. Lustre mounted without `flock`, or NFS without its lock service."""
 
 
 @contextmanager
@@ -31,17 +31,17 @@ def lock_file(
     timeout_s: float = 0.0,
     wait: Callable[[], object] = lambda: None,
 ) -> Iterator[int]:
-    """Holds a lock file, which is made if need be; yields its descriptor.
+    """Holds a lock file, creating it if needed; yields its descriptor.
 
     Args:
         doing: the holder's work, for the message to other processes, e.g. "writing X".
-        shared: whether other processes may hold it at the same time, shared too.
-        timeout_s: seconds to wait while another process holds it; infinity: without a limit.
+        shared: whether other processes may hold the lock at the same time, also shared.
+        timeout_s: seconds to wait while another process holds the lock; infinity for no limit.
         wait: function that is called every 0.1 s while waiting.
 
     Raises:
-        LockedError: another process holds it.
-        NoLocksError: it is on a file system without locks.
+        LockedError: another process holds the lock.
+        NoLocksError: the file is on a file system without locks.
         OSError: the file cannot be made.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -59,9 +59,9 @@ def lock_file(
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds a lock file exclusively; None where the file system has no locks.
+    """Whether a process holds a lock file exclusively; None if the file system has no locks.
 
-    The lock is taken shared and given back at once: a process that wants it at that moment has to wait longer.
+    The lock is taken shared and released at once: another process that wants it at that moment has to wait longer.
     """
     with suppress(FileNotFoundError), path.open() as file:
         try:

@@ -1,4 +1,4 @@
-"""Drops log lines that tell the user nothing: transformers imports torchao wherever it is installed."""
+"""Drops log lines that are useless to the user: transformers imports torchao wherever it is installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def quiet_torchao() -> None:
-    """Drops torchao 0.18's lines on GPU kernels where there is no GPU, and on a call that torch 2.13 deprecates."""
+    """Drops torchao 0.18's lines on GPU kernels if there is no GPU, and on a call that torch 2.13 deprecates."""
     logging.getLogger("torchao").addFilter(_needs_gpu)
     logging.getLogger("torch.utils._pytree").addFilter(_is_news)
 
 
 def quiet_deepspeed() -> None:
-    """Drops DeepSpeed 0.19's line on standard output that there is no GPU, where a plan imports its schedule."""
+    """Drops the line DeepSpeed 0.19 prints to standard output without a GPU, for plans that import its schedule."""
     logging.getLogger("DeepSpeed").addFilter(_names_the_cpu)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of memory: as users write them, a number with its unit, and as Linux reports the host's available memory."""
+"""Sizes of memory: as users write them, with a unit; and the host's available memory, as Linux reports it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def bytes_of(text: str) -> int:
     """Converts a size with its unit, e.g. 80GB or 139GiB, to bytes.
 
     Raises:
-        ValueError: the text is no such size.
+        ValueError: the text is not a size with a unit.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if found is None or found[2].upper() not in _UNITS or not float(found[1]):

@@ -1,6 +1,6 @@
-"""Decides which text is a path, for every config key, command-line argument and call of the API that takes one.
+"""Decides which text is a path, for every config key, command-line argument and API call that takes a path.
 
-Support for reading or writing further URLs begins here.
+To support reading or writing further kinds of URLs, start here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import AfterValidator
 from foundation.errors import ConfigError, RefusedValueError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?=[^/]|/|$)")
-"""Pattern of `s3://bucket/run`, and `s3:/bucket/run`, which `pathlib` makes of it. One letter is a Windows drive."""
+"""Pattern of `s3://bucket/run`, and of `s3:/bucket/run`, to which `pathlib` turns it. One letter is a Windows drive."""
 _VARIABLE = re.compile(r"\$\{[^}]*\}|\$[A-Za-z_][A-Za-z0-9_]*")
-"""Pattern of `$HOME`, `${HOME}`, and `${oc.env:HOME}` of OmegaConf."""
+"""Pattern of `$HOME`, `${HOME}`, and OmegaConf's `${oc.env:HOME}`."""
 STORES = ("s3", "gs", "az", "abfs", "hf")
-"""Schemes of URLs that are read in place, where a key or an argument takes them."""
+"""Schemes of URLs that are read in place, if a key or an argument takes them."""
 _COPIED_BY = {
     "s3": "headrace copy (what headrace made) or aws s3 sync",
     "gs": "headrace copy (what headrace made) or gcloud storage rsync -r",
@@ -40,9 +40,8 @@ class PathArgument:
     """The `type` of a command-line argument that is a path.
 
     Attributes:
-        url: What becomes of the URL of an object store: `refused`; `kept`, if the verb itself reads or writes there;
-            `output`, if the verb writes on this host and its output is uploaded; or the kind of directory that is
-            copied to this host.
+        url: Treatment of an object store's URL: `refused`; `kept`, if the verb itself reads or writes there; `output`,
+            if the verb writes on this host and its output is uploaded; or the kind of directory to copy to this host.
         to: Type of the argument's value.
         named: Whether the path follows a name and a `=`.
     """
@@ -52,11 +51,11 @@ class PathArgument:
     named: bool = False
 
     def __call__(self, text: str) -> Any:
-        """The value of the argument, from text in which a URL has been replaced."""
+        """Returns the argument's value, from text whose URL has been replaced by a path."""
         return self.to(text)
 
     def as_path(self) -> PathArgument:
-        """The same argument, whose value is a `Path`."""
+        """The same argument with a `Path` as its value."""
         return replace(self, to=Path)
 
     def after_name(self) -> PathArgument:
@@ -67,16 +66,16 @@ class PathArgument:
 LOCAL = PathArgument("refused")
 OUTPUT = PathArgument("output")
 RUN = PathArgument("run")
-"""A run, or a checkpoint of one."""
+"""A run, or one of its checkpoints."""
 FOLDER = PathArgument("folder")
 """A model or a tokenizer."""
 DIRECTORY = PathArgument("directory")
-"""Any directory with a manifest, of which the files that are needed are copied."""
+"""Any directory with a manifest; only the needed files are copied."""
 PLACE = PathArgument("kept")
 
 
 def is_url(text: str | Path) -> bool:
-    """Whether a text is a URL, such as `zip://inner::s3://bucket/x`, even after `Path` has merged its slashes."""
+    """Whether a text is a URL, such as `zip://inner::s3://bucket/x`, even if `Path` has merged its slashes."""
     return "://" in str(text) or _SCHEME.match(str(text)) is not None
 
 
@@ -90,7 +89,7 @@ def local_path(text: str) -> str:
     """Checks that text is a path on this host, and returns it unchanged; empty text is allowed ("none" for some keys).
 
     Raises:
-        RefusedValueError: it is a URL, begins with a `~` or holds a variable that no shell has replaced, or holds a
+        RefusedValueError: the text is a URL, begins with `~`, or contains a variable that no shell has replaced or a
             null character.
     """
     if "\0" in text:
@@ -114,20 +113,20 @@ def local_path(text: str) -> str:
 
 
 def _value(found: re.Match[str]) -> str:
-    """The value of a variable, as a shell and OmegaConf read it: `${NAME}`, `${NAME:-ELSE}`, `${oc.env:NAME,ELSE}`."""
+    """The value of a variable, as a shell or OmegaConf reads it: `${NAME}`, `${NAME:-ELSE}`, `${oc.env:NAME,ELSE}`."""
     name, _, otherwise = found[0].strip("${}").removeprefix("oc.env:").replace(":-", ",").partition(",")
     return os.environ.get(name) or otherwise.strip() or f"/path/of/{re.sub('[^A-Za-z0-9_]', '_', name)}"
 
 
 def refuse_url(path: str | Path, *, field: str) -> None:
-    """Refuses text that is no path of a file system.
+    """Refuses text that is not a file-system path.
 
     Args:
         path: text to check.
-        field: config key or argument that the text was given for.
+        field: config key or argument whose value is the text.
 
     Raises:
-        ConfigError: it is a URL, has a `~` or variable that no shell has replaced, or a null character.
+        ConfigError: the text is a URL, or has a `~` or variable that no shell has replaced, or a null character.
     """
     try:
         local_path(str(path))
@@ -148,15 +147,15 @@ def _instead_of_url(text: str) -> str:
 
 
 def path_or_url(text: str) -> str:
-    """Checks a path, or the URL of a directory in an object store; returns it, a URL without a slash at its end.
+    """Checks a path, or a directory's URL in an object store; returns it, a URL without its final slash.
 
     Raises:
-        RefusedValueError: the path is invalid for `local_path`, or the URL is of another kind.
+        RefusedValueError: `local_path` refuses the path, or the URL has another scheme.
     """
     return text.rstrip("/") if is_store_url(text) else local_path(text)
 
 
 PathOrUrl = Annotated[str, AfterValidator(path_or_url)]
-"""The type of every config key that is a path, or a URL of an object store."""
+"""Type of config keys that take a path or an object store's URL."""
 LocalPath = Annotated[str, AfterValidator(local_path)]
-"""The type of every config key that is a path."""
+"""Type of config keys that take a path."""

@@ -24,30 +24,30 @@ TRACED = "t"
 
 @cache
 def machine() -> str:
-    """Names the boot of the kernel and the pid namespace: where two processes agree, a pid means the same process."""
+    """Names the kernel's boot and the pid namespace: where two processes agree, a pid means one process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
 def state_of(pid: int) -> tuple[str, int]:
-    """A process's state (R, S, D, T, Z, ...) and when it began, in the kernel's ticks; ("", 0) where there is none."""
+    """A process's state (R, S, D, T, Z, ...) and its start, in the kernel's ticks; ("", 0) if it does not exist."""
     fields = _stat(pid)
     return (fields[0], int(fields[19])) if fields else ("", 0)
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process began, by the kernel's ticks (10 ms); 0 where that is not known."""
+    """Seconds since this process began, by the kernel's ticks (10 ms); 0 if unknown."""
     _, ticks = state_of(os.getpid())
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
 
 def raise_file_limit() -> int:
-    """Raises this process's limit of open files to its hard limit (`ulimit -Hn`), which is returned.
+    """Raises this process's limit of open files to its hard limit (`ulimit -Hn`), and returns it.
 
-    The usual soft limit of 1,024 is less than the connections of a process that a thousand others connect to.
+    The usual soft limit of 1,024 is too low for a process to which a thousand others connect.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
@@ -66,10 +66,10 @@ def siblings() -> Iterator[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Returns the environment variables that a process was started with.
+    """Returns the environment variables with which a process was started.
 
     Raises:
-        OSError: the process is another user's, or has ended.
+        OSError: the process belongs to another user, or has ended.
     """
     text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
     return dict(each.split("=", 1) for each in text.split("\0") if "=" in each)
@@ -84,7 +84,7 @@ def die_with_parent() -> None:
 
 @contextmanager
 def signals_passed_on(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[Callable[[], bool]]:
-    """Hands SIGTERM on to child processes, and waits for them after Ctrl-C, which the terminal sends to all.
+    """Passes SIGTERM on to child processes, and waits for them after Ctrl-C, which the terminal sends to all.
 
     Args:
         processes: child processes; the collection may change during the block.
@@ -101,7 +101,7 @@ def signals_passed_on(processes: Collection[subprocess.Popen[bytes]]) -> Iterato
             process.send_signal(number)
 
     def wait(_number: int, _frame: FrameType | None) -> None:
-        """The children end by themselves, with a checkpoint if they train."""
+        """Waits: the children end on their own, with a checkpoint if they train."""
         nonlocal stopped
         stopped = True
 

@@ -1,7 +1,7 @@
 """Finished directories in an object store: their manifests, and copies of them on this host.
 
-Readers believe manifests only, which `remote_publish` writes last. `fetch` copies such a directory to a disk and
-compares every checksum; `cached` copies a part of it to a cache of this host.
+Readers trust only manifests, which `remote_publish` writes last. `fetch` copies such a directory to a disk and compares
+every checksum; `cached` copies a part of it to a cache on this host.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from foundation.storage import (
 )
 
 CACHE = "HEADRACE_CACHE"
-"""Environment variable with the directory on this host for copies from object stores."""
+"""Environment variable with the directory for copies from object stores on this host."""
 _AT_ONCE = 8
-"""Number of objects that are written or read at the same time."""
+"""Number of objects written or read at the same time."""
 Progress = Callable[[int], None]
-"""Function that is called with the size in bytes of each file that was copied."""
+"""Function called with the size in bytes of each copied file."""
 
 
 def remote_manifest(url: str) -> Manifest:
-    """The manifest of a finished directory in an object store.
+    """Reads the manifest of a finished directory in an object store.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: the manifest is missing or damaged.
         StorageError: the store cannot be read.
     """
     return read_remote_manifest(url)[1]
 
 
 def manifest_of(place: str, *, kind: str) -> Manifest:
-    """The manifest of a finished directory on a disk or in an object store.
+    """Reads the manifest of a finished directory on a disk or in an object store.
 
     Raises:
-        DataError: there is none, it is damaged, or it is of another kind.
+        DataError: the manifest is missing, damaged, or of another kind.
         StorageError: the store cannot be read.
     """
     if not is_store_url(place):
@@ -71,10 +71,10 @@ def manifest_of(place: str, *, kind: str) -> Manifest:
 
 
 def find_manifest(url: str) -> Manifest | None:
-    """The manifest of a finished directory in an object store; None where there is none.
+    """Reads the manifest of a finished directory in an object store; None without one.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the manifest is damaged.
         StorageError: the store cannot be read.
     """
     found = _manifest(url)
@@ -91,7 +91,7 @@ def _manifest(url: str) -> tuple[bytes, Manifest] | None:
 
 
 def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
-    """Reads a manifest: its bytes, and their content; see `remote_manifest`."""
+    """Reads a manifest; returns its bytes and their content (see `remote_manifest`)."""
     if (manifest := _manifest(url)) is not None:
         return manifest
     objects = len(objects_below(url))
@@ -101,10 +101,10 @@ def read_remote_manifest(url: str) -> tuple[bytes, Manifest]:
 
 
 def local_manifest(directory: Path) -> tuple[bytes, Manifest]:
-    """The manifest of a finished directory on a disk, of any kind: its bytes, and their content.
+    """Reads the manifest of a finished directory on a disk, of any kind; returns its bytes and their content.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: the manifest is missing or damaged.
     """
     path = directory / MANIFEST
     try:
@@ -118,17 +118,17 @@ def local_manifest(directory: Path) -> tuple[bytes, Manifest]:
 
 
 def is_copied(name: str) -> bool:
-    """Whether a file is copied with its directory: it is not hidden, nor the directory's own manifest."""
+    """Whether a file is copied with its directory: it is neither hidden nor the directory's own manifest."""
     return name != MANIFEST and not is_hidden(name)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a relative path is hidden, or leads out of its directory, as the name of an object may."""
+    """Whether a relative path is hidden, or leads out of its directory, as an object's name may."""
     return any(part.startswith((".", "/")) for part in PurePosixPath(name).parts)
 
 
 def is_manifest(name: str) -> bool:
-    """Whether a file may be the manifest of a directory, by its name."""
+    """Whether a file's name is that of a directory's manifest."""
     return PurePosixPath(name).name == MANIFEST
 
 
@@ -146,16 +146,16 @@ def fetch(
     Args:
         url: URL of the directory.
         final: path of the copy, which must not exist.
-        progress: function that is called with the bytes of each file that was copied.
-        wanted: function that tells by its name whether a file is copied; the manifest lists all files.
+        progress: function called with the bytes of each copied file.
+        wanted: function that decides by name whether a file is copied; the manifest lists all files.
         found: the manifest's bytes and content, if already read (see `read_remote_manifest`); None reads them.
-        beside: whether to copy the files that the manifest does not list, too.
+        beside: whether to copy files that the manifest does not list, too.
 
     Returns:
-        The directory's manifest, with all files that may be copied.
+        The directory's manifest, with every file that may be copied.
 
     Raises:
-        DataError: `final` exists, there is no room, there is no finished directory, or a checksum differs.
+        DataError: `final` exists, the disk has no room, there is no finished directory, or a checksum differs.
         StorageError: the store cannot be read.
     """
     refuse_existing(final)
@@ -171,17 +171,17 @@ def fetch(
 
 
 def refuse_existing(final: Path) -> None:
-    """Raises DataError where the copy of a directory would get the name of something that exists."""
+    """Raises DataError if the name for a directory's copy already exists."""
     if final.exists():
         raise DataError(f"{final} exists already\n  try: remove it, or choose another path")
 
 
 def files_beside(url: str, *, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, dict[str, Any]]:
-    """Lists the files below a URL: sizes, and checksums of those in finished directories further below.
+    """Lists the files below a URL: sizes, and checksums of files in finished directories further below.
 
     Args:
         url: URL of a finished directory.
-        wanted: function that tells by its name whether a file is listed; manifests that are not listed are not read.
+        wanted: function that decides by name whether a file is listed; manifests that are not listed are not read.
 
     Raises:
         DataError: a manifest there is damaged.
@@ -209,7 +209,7 @@ def fetch_files(
         url: URL of the directory.
         files: name of each file -> its `bytes`, and its `sha256` if a manifest lists it.
         staging: the staging directory, which exists.
-        progress: function that is called with the bytes of each file that was copied.
+        progress: function called with the bytes of each copied file.
 
     Raises:
         DataError: a checksum or a size differs.
@@ -236,7 +236,7 @@ def give_name(staging: Path, final: Path, text: bytes) -> None:
     """Turns fetched files into a finished directory: writes the manifest, flushes, and renames.
 
     Args:
-        staging: directory with all files that are wanted.
+        staging: directory with all wanted files.
         final: path of the finished directory, which does not exist.
         text: bytes of the manifest.
     """
@@ -259,18 +259,18 @@ def verify_remote(url: str, manifest: Manifest) -> Iterator[tuple[str, bool]]:
 
 
 def cached(url: str, *, wanted: Callable[[str], bool], found: tuple[bytes, Manifest] | None = None) -> Path:
-    """Copies a part of a finished directory of an object store to a cache of this host, once, by one process.
+    """Copies a part of an object store's finished directory to this host's cache, once, by one process.
 
     Args:
         url: URL of the directory.
-        wanted: function that tells by its name whether a file is copied; always the same for one URL.
+        wanted: function that decides by name whether a file is copied; always the same for one URL.
         found: the manifest's bytes and content, if already read (see `read_remote_manifest`); None reads them.
 
     Returns:
         The directory, whose manifest lists all files. It is below HEADRACE_CACHE, by default ~/.cache/headrace.
 
     Raises:
-        DataError: there is no room, there is no finished directory, or a checksum differs.
+        DataError: the disk has no room, there is no finished directory, or a checksum differs.
         StorageError: the store cannot be read.
     """
     manifest = found or read_remote_manifest(url)
@@ -278,12 +278,12 @@ def cached(url: str, *, wanted: Callable[[str], bool], found: tuple[bytes, Manif
 
 
 def made_once(url: str, fingerprint: str, make: Callable[[Path], object]) -> Path:
-    """Makes a copy in the cache of this host; one process makes it while the others wait.
+    """Makes a copy in this host's cache; one process makes it while others wait.
 
     Args:
         url: URL of the original.
-        fingerprint: hash of the original's present content; other content gets another copy.
-        make: function that makes the directory at a given path, whole or not at all.
+        fingerprint: hash of the original's current content; other content gets another copy.
+        make: function that makes the directory at a given path, completely or not at all.
     """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
@@ -300,7 +300,7 @@ def cache_root() -> Path:
 
 
 def require_room(needed: int, final: Path) -> None:
-    """Raises DataError if the disk of a path has no room for so many bytes, with both numbers."""
+    """Raises DataError, with both numbers, if the disk of a path has no room for `needed` bytes."""
     free = free_bytes(final.parent)
     if needed > free:
         text = f"{final} needs {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free there"
@@ -308,7 +308,7 @@ def require_room(needed: int, final: Path) -> None:
 
 
 def for_each(act: Callable[[str], object], names: Iterable[str]) -> None:
-    """Calls a function for several names at once; the first error ends it, and is raised."""
+    """Calls a function for several names at once; the first error ends the calls and is raised."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         futures = [pool.submit(partial(act, name)) for name in names]
         try:

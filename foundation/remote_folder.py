@@ -1,7 +1,7 @@
-"""Folders in object stores that are read from a disk (models, tokenizers, logits): a copy in a cache of this host.
+"""Folders in object stores that are read from a disk (models, tokenizers, logits): a copy in this host's cache.
 
-A folder from headrace is whole by its manifest, and every checksum is compared. A plain Hugging Face folder has none:
-the sizes are compared, and the versions that the store gives, before and after.
+A folder from headrace is complete if it has a manifest, and every checksum is compared. A plain Hugging Face folder has
+none: sizes and the store's versions are compared before and after.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from foundation.storage import Stat, objects_below
 
 _TEMPLATES = "additional_chat_templates/"
 _GROWING = {"run": "headrace export {url} OUT", "tokens": "headrace copy {url} DIR"}
-"""Kinds of directories that are not read as a folder -> the command to use instead."""
+"""Kind of directory that is not read as a folder -> the command to use instead."""
 
 
 def local_folder(path: str | Path) -> Path:
-    """A folder on this host: the path itself, or a copy of a URL's folder, which one process of the host makes.
+    """Returns a folder on this host: the path itself, or a copy of a URL's folder, made by one process of the host.
 
     Raises:
-        DataError: there is nothing, it is a run or a corpus, the disk has no room, or it was changed meanwhile.
+        DataError: there is no folder, it is a run or a corpus, the disk has no room, or it was changed meanwhile.
         StorageError: the store cannot be read.
     """
     return _copied(str(path).rstrip("/")) if is_store_url(str(path)) else Path(path)
 
 
 def local_tokens(url: str, *, found: tuple[bytes, Manifest] | None = None) -> Path:
-    """Copies the manifest and the tokenizer of tokens in an object store to a cache of this host.
+    """Copies the manifest and tokenizer of a tokens directory in an object store to this host's cache.
 
     Args:
         url: URL of the tokens directory.
         found: the manifest's bytes and content, if already read (see `read_remote_manifest`); None reads them.
 
     Raises:
-        DataError: there is no room, no finished directory, or a checksum differs.
+        DataError: the disk has no room, there is no finished directory, or a checksum differs.
         StorageError: the store cannot be read.
     """
     return cached(url, wanted=lambda name: name.startswith("tokenizer/"), found=found)
@@ -79,7 +79,7 @@ def _copied(url: str) -> Path:
 
 
 def _plain(url: str, found: dict[str, Stat]) -> Path:
-    """Copies a folder without a manifest: its own files, and of the folders in it only chat templates."""
+    """Copies a folder without a manifest: its own files, and only chat templates from its subfolders."""
     own = {name: stat for name, stat in sorted(found.items()) if not leads_out(name)}
     wanted = {name: stat for name, stat in own.items() if "/" not in name or name.startswith(_TEMPLATES)}
     if not wanted:

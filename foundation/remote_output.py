@@ -1,7 +1,7 @@
-"""Outputs that are URLs: a stage works in a directory of this host, and its output is uploaded at its end.
+"""Outputs that are URLs: a stage works in a directory on this host, and its output is uploaded at the end.
 
-The place on this host is below HEADRACE_CACHE, one for each URL. Files that stages keep beside their outputs (hours of
-work of a killed process) stay there, and the next start with the same URL finds them again.
+Each URL has its directory on this host, below HEADRACE_CACHE. Files that stages keep beside their outputs (hours of a
+killed process's work) stay there, and the next start with the same URL finds them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTPUTS = "outputs"
 
 
 def local_output(output: str | Path) -> Path:
-    """The path at which a stage writes an output on this host: for a URL, its place below HEADRACE_CACHE."""
+    """The path at which a stage writes an output on this host; a URL's is below HEADRACE_CACHE."""
     text = str(output)
     if not is_store_url(text):
         return Path(output)
@@ -36,7 +36,7 @@ def local_output(output: str | Path) -> Path:
 
 
 def check_output(output: str, *, field: str = "output", needed: int = 0) -> None:
-    """Refuses an output that cannot be written, before any work is done for it.
+    """Refuses an output that cannot be written, before any work.
 
     Args:
         output: a path or a URL.
@@ -44,9 +44,9 @@ def check_output(output: str, *, field: str = "output", needed: int = 0) -> None
         needed: bytes that a stage writes on this host before they are uploaded; 0 if unknown.
 
     Raises:
-        ConfigError: the output is a path that exists.
-        DataError: the URL has a finished directory, the store ignores the condition of a conditional write, or the disk
-            has no room.
+        ConfigError: the output is an existing path.
+        DataError: the URL has a finished directory, the store ignores conditions of conditional writes, or the disk has
+            no room.
         StorageError: the store cannot be written to.
     """
     final = local_output(output)
@@ -65,18 +65,18 @@ def check_output(output: str, *, field: str = "output", needed: int = 0) -> None
 
 @contextmanager
 def published(output: str) -> Iterator[Path]:
-    """Yields the path that a stage writes, and uploads its output when the block ends without an error.
+    """Yields the path at which a stage writes, and uploads the output when the block ends without an error.
 
-    Nothing happens with an output that is a path. At a URL, a directory with a manifest is published whole or not at
-    all; other files are uploaded one by one, each whole, and replace those that are there. An output that a process
-    killed during its upload has left on this host is made again; see `upload_left` where that would take hours.
+    An output that is a path stays as it is. At a URL, a directory with a manifest is published completely or not at
+    all. Other files are uploaded one by one, each completely, and replace existing ones. An output left on this host by
+    a process that was killed during its upload is made again; where that would take hours, see `upload_left`.
 
     Args:
         output: a path or a URL.
 
     Raises:
-        DataError: another process of this host writes to this URL; see `check_output` and `publish`.
-        StorageError: the upload failed. The output is kept, and the message says where.
+        DataError: another process on this host writes to this URL; see also `check_output` and `publish`.
+        StorageError: the upload failed. The output is kept; the message says where.
     """
     final = local_output(output)
     if not is_store_url(output):
@@ -93,14 +93,14 @@ def published(output: str) -> Iterator[Path]:
 
 
 def upload_finished(output: str) -> None:
-    """Uploads the finished output of a resumable stage from `local_output`; of several processes, one does.
+    """Uploads a resumable stage's finished output from `local_output`; only one of several processes does.
 
     Args:
         output: a URL; nothing happens with a path.
 
     Raises:
-        DataError: another process has written a directory there, or the upload is not complete.
-        StorageError: the upload failed. The output is kept, and the message says where.
+        DataError: another process has written a directory there, or the upload is incomplete.
+        StorageError: the upload failed. The output is kept; the message says where.
     """
     if is_store_url(output):
         final = local_output(output)
@@ -113,14 +113,14 @@ def upload_left(output: str, *, config: Mapping[str, Any], parents: Mapping[str,
 
     Args:
         output: a URL; nothing happens with a path.
-        config, parents: config and parents that its manifest has to have; parents: name -> {"path", "fingerprint"}.
+        config, parents: config and parents that its manifest must have; parents: name -> {"path", "fingerprint"}.
 
     Returns:
-        Its manifest; None if nothing is left.
+        The output's manifest; None if no output is left.
 
     Raises:
-        DataError: the output that is left does not match, or its upload is not complete.
-        StorageError: the upload failed. The output is kept, and the message says where.
+        DataError: the leftover output does not match, or its upload is incomplete.
+        StorageError: the upload failed. The output is kept; the message says where.
     """
     final = local_output(output)
     if not is_store_url(output) or not (final / MANIFEST).is_file():
@@ -137,10 +137,10 @@ def upload_left(output: str, *, config: Mapping[str, Any], parents: Mapping[str,
 
 
 def finished(output: str | Path, *, kind: str) -> Manifest | None:
-    """Reads the manifest of an output; None if the output is not there.
+    """Reads the manifest of an output; None if there is no output.
 
     Raises:
-        DataError: there is something else.
+        DataError: something else is there.
         StorageError: the store cannot be read.
     """
     if is_store_url(str(output)):
@@ -165,7 +165,7 @@ def all_published(outputs: Sequence[str]) -> Iterator[None]:
         outputs: URLs.
 
     Raises:
-        DataError: an output exists or cannot be written, or its upload is not complete.
+        DataError: an output exists or cannot be written, or its upload is incomplete.
         StorageError: the store cannot be written to.
     """
     with ExitStack() as stack:
@@ -176,7 +176,7 @@ def all_published(outputs: Sequence[str]) -> Iterator[None]:
 
 
 def _send(final: Path, url: str) -> None:
-    """Uploads a stage's output, if there is one, and deletes its place on this host."""
+    """Uploads a stage's output, if there is one, and deletes its directory on this host."""
     whole = (final / MANIFEST).is_file()
     try:
         if whole:
@@ -197,7 +197,7 @@ def _send(final: Path, url: str) -> None:
 
 
 def _remove_uploaded(final: Path, manifest: Manifest) -> None:
-    """Deletes the place on this host of an output that is uploaded, if a process was killed before it did so."""
+    """Deletes an uploaded output's directory on this host, if a process was killed before it did so."""
     with suppress(OSError, DataError):
         if parse_manifest((final / MANIFEST).read_bytes(), path=str(final)) == manifest:
             shutil.rmtree(final.parent, ignore_errors=True)

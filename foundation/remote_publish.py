@@ -1,10 +1,10 @@
-"""Publishes a finished directory to an object store, whole or absent as on a disk: the manifest is written last.
+"""Publishes a finished directory to an object store, complete or absent as on a disk: the manifest is written last.
 
-`publish` uploads the files of a finished directory, and those that its manifest does not list (a card, a packed index).
-It compares what the store lists with what was sent, and then writes the manifest, which must not exist: of several
-writers one succeeds, and readers (`remote_directory`) believe manifests only. Whatever is killed at whatever moment
-leaves no manifest, or a whole directory; files without a manifest are replaced by the next `publish`, and cost what a
-store takes for them until then.
+`publish` uploads all files of a finished directory, even those missing from its manifest (a card, a packed index).
+It compares the store's listing with the sent files, and then writes the manifest unless there is one: only one of
+several writers succeeds. Readers (`remote_directory`) trust only manifests. A process killed at any time leaves no
+manifest, or a complete directory. The next `publish` replaces files without a manifest; until then the store charges
+for them.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _PROBE = ".headrace-probe-"
 
 
 class NotArrivedError(DataError):
-    """A store lists something else than what was sent there."""
+    """A store's listing differs from the files sent there."""
 
 
 def check_can_publish(url: str) -> None:
-    """Refuses a place where a directory cannot be written whole or not at all, before any work is done for it.
+    """Refuses a place where a directory cannot be written completely or not at all, before any work.
 
     Writes a small object and deletes it.
 
     Raises:
-        DataError: there is a finished directory, or the store ignores the condition of a conditional write.
+        DataError: there is a finished directory, or the store ignores conditions of conditional writes.
         StorageError: the store cannot be written to.
     """
     if find_manifest(url) is not None:
@@ -68,18 +68,18 @@ def taken(url: str) -> DataError:
 
 
 def check_can_write(url: str) -> None:
-    """Refuses a place that cannot be listed, written to and deleted from, or where two writers are not kept apart.
+    """Refuses a place that does not allow listing, writing or deleting, or does not keep two writers apart.
 
-    Writes a small object and deletes it; nothing is left where the one or the other is not allowed.
+    Writes a small object and deletes it; nothing is left if either is not allowed.
 
     Raises:
-        DataError: the store ignores the condition of a conditional write.
-        StorageError: one of these is not allowed, or the store cannot be reached.
+        DataError: the store ignores conditions of conditional writes.
+        StorageError: an operation is not allowed, or the store cannot be reached.
     """
     probe = f"{url.rstrip('/')}/{_PROBE}{uuid.uuid4().hex[:12]}"
     objects_below(probe)
     try:
-        delete(probe)  # it is not there: what could not be deleted must not be written
+        delete(probe)  # it does not exist: without permission to delete, nothing must be written
     except StorageError as error:
         if not error.lasting:
             raise
@@ -92,7 +92,7 @@ def check_can_write(url: str) -> None:
     try:
         written = put_if_absent(probe, b"1"), put_if_absent(probe, b"2")
     except StorageError:
-        with suppress(StorageError):  # that it cannot be written says more
+        with suppress(StorageError):  # the error of writing says more
             delete(probe)
         raise
     delete(probe)
@@ -102,8 +102,8 @@ def check_can_write(url: str) -> None:
 
 
 def remove_probes(url: str) -> None:
-    """Deletes the probes of processes that were killed in `check_can_write` from a finished directory."""
-    with suppress(StorageError):  # they are a byte each
+    """Deletes the probes of processes killed in `check_can_write` from a finished directory."""
+    with suppress(StorageError):  # a probe is one byte
         for name in objects_below(url):
             if name.startswith(_PROBE):
                 delete(f"{url.rstrip('/')}/{name}")
@@ -123,19 +123,19 @@ def publish(
 
     Args:
         directory: a directory that `commit` has finished; its sizes are compared with its manifest.
-        url: URL to write to, which has no `MANIFEST` (see `check_can_publish`).
-        uploaded: names of files in the manifest that the store already has and the directory has not.
-        progress: function that is called with the bytes of each file that was sent.
-        sent: function that is called with the bytes of each part of a file that was sent.
-        trying: function that runs one request to the store, and may repeat it when it fails.
-        beside: function that tells by its name whether an unlisted file is copied; hidden ones never are.
+        url: URL of the new directory, which has no `MANIFEST` (see `check_can_publish`).
+        uploaded: names of files in the manifest that the store has but the directory lacks.
+        progress: function called with the bytes of each sent file.
+        sent: function called with the bytes of each sent part of a file.
+        trying: function that runs one request to the store, and may repeat it on failure.
+        beside: function that decides by name whether an unlisted file is copied; hidden files never are.
 
     Returns:
-        The bytes of every file that was sent, without the manifest.
+        The bytes of every sent file, without the manifest.
 
     Raises:
-        DataError: the directory is not finished, another process has written one there first, or the store lists
-            something else than what was sent.
+        DataError: the directory is not finished, another process has written one there first, or the store's listing
+            differs from the sent files.
         StorageError: the store cannot be written to; there is no manifest there, and a repetition is safe.
     """
     place = url.rstrip("/")
@@ -146,7 +146,7 @@ def publish(
     sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
     sizes |= {name: size for name, size in unlisted.items() if beside(name)}
 
-    inner = {}  # manifests of finished directories in this one
+    inner = {}  # manifests of finished directories within this one
     for path in (directory / name for name in sizes if is_manifest(name)):
         if (found := inner_manifest(path.read_bytes(), path=str(path))) is not None:
             check_sizes(path.parent, found)
@@ -168,16 +168,16 @@ def send_files(
     sent: Progress = lambda _bytes: None,
     trying: Callable[[Callable[[], Any]], Any] = lambda act: act(),
 ) -> None:
-    """Writes files of a directory to an object store, and compares what the store lists with what was sent.
+    """Writes files of a directory to an object store, and compares the store's listing with the sent files.
 
     Args:
         directory: the directory.
-        url: URL of the directory there, without a slash at its end.
+        url: URL of the directory in the store, without a final slash.
         sizes: relative path -> bytes.
-        progress, sent, trying: See `publish`.
+        progress, sent, trying: The arguments of `publish`.
 
     Raises:
-        NotArrivedError: a file is missing there, or has another size.
+        NotArrivedError: the store lacks a file, or lists it with another size.
         StorageError: the store cannot be written to or listed.
     """
 
@@ -191,20 +191,20 @@ def send_files(
 
 
 def sizes_below(directory: Path) -> dict[str, int]:
-    """The bytes of all files of a directory, by relative path, without hidden ones and its own manifest."""
+    """The bytes of all files of a directory, by relative path, except hidden files and its own manifest."""
     files = {path.relative_to(directory): path for path in sorted(directory.rglob("*")) if path.is_file()}
     return {str(name): path.stat().st_size for name, path in files.items() if is_copied(str(name))}
 
 
 def check_arrived(url: str, sizes: Mapping[str, int]) -> None:
-    """Compares a store's listing below a URL with the files sent there, before anything is deleted here.
+    """Compares a store's listing below a URL with the sent files, before anything is deleted here.
 
     Args:
         url: URL of a directory, or of one object.
         sizes: relative path -> bytes; the path of one object is empty.
 
     Raises:
-        NotArrivedError: a file is missing there, or has another size.
+        NotArrivedError: the store lacks a file, or lists it with another size.
         StorageError: the store cannot be listed.
     """
     there = {"": stat_object(url)} if "" in sizes else objects_below(url)

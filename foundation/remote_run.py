@@ -1,16 +1,16 @@
-"""Runs whose directory is in an object store: where their files are on this host, and how they get there.
+"""Runs whose directory is in an object store: the place of their files on this host, and how they get there.
 
     s3://bucket/run/                          on this host: HEADRACE_CACHE/runs/run-0123456789abcdef/
         metrics.jsonl, manifest.json, ...         metrics.jsonl, manifest.json, ...
         checkpoints/step-00000400.3/              checkpoints/step-00000400/
         .lease/00000003                           uploads.json, .bucket.json
 
-A process that trains works in the directory on its host, and a process of its own copies finished files to the store
-(`pipeline.run.uploads`). The store's files count, except on the host that has written last: there the directory is
-newer. The lease tells which host that is (`foundation.lease`); the token of a host's own is in `.bucket.json`.
+A training process works in the directory on its host, and a separate process copies finished files to the store
+(`pipeline.run.uploads`). The store's files count, except on the host that wrote last: its directory is newer. The lease
+says which host that is (`foundation.lease`); `.bucket.json` has the token of a host's own lease.
 
-The number after a checkpoint's name is that of the lease under which it was written: a process that was paused, and
-whose lease another has taken over meanwhile, cannot write into a directory of that one.
+The number after a checkpoint's name is the number of the lease under which it was written. A process that was paused,
+and whose lease another has taken over meanwhile, cannot write into the other's directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from foundation.remote_directory import (
 from foundation.storage import Stat, download, objects_below, patiently
 
 CHECKPOINTS, RUN_LOCK, UPLOADS = "checkpoints", ".lock", "uploads.json"
-"""Names in a run's directory; the last file has the newest lease, with its holder's status."""
+"""Names in a run's directory; the last file has the newest lease, including its holder's status."""
 _RECORD = ".bucket.json"
 _NAME = re.compile(r"step-(\d+)((?:\.\d+)*)")
 
@@ -54,7 +54,8 @@ class RemoteCheckpoint:
 
     Attributes:
         step: last step in the checkpoint.
-        numbers: number of the lease it was written under, then 2, 3, ... if it was written again; later is larger.
+        numbers: number of the lease it was written under, and 2, 3, ... if that lease wrote it again; later ones are
+            larger.
         url: URL of the checkpoint's directory.
     """
 
@@ -65,12 +66,13 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True)
 class _StoreRecord:
-    """The record of the store in a run's directory on this host.
+    """A run directory's record of its store, on this host.
 
     Attributes:
         url: URL of the run.
-        tokens: tokens of leases taken on this host: while one of them counts, this directory is newer than the store.
-        versions: name -> size and version of the small objects that were copied from there.
+        tokens: tokens of leases taken on this host: while one of these leases counts, this directory is newer than the
+            store.
+        versions: name -> size and version of the small objects copied from the store.
     """
 
     url: str
@@ -79,7 +81,7 @@ class _StoreRecord:
 
 
 def working_directory(place: str) -> Path:
-    """The directory of a run on this host: the path itself, or for a URL one below HEADRACE_CACHE."""
+    """The directory of a run on this host: the path itself, or for a URL a directory below HEADRACE_CACHE."""
     if not is_url(place):
         return Path(place)
     url = place.rstrip("/")
@@ -87,7 +89,7 @@ def working_directory(place: str) -> Path:
 
 
 def url_of(run_dir: Path) -> str | None:
-    """The URL of a run, by its directory on this host; None for a run that is on a file system."""
+    """The URL of a run, given its directory on this host; None for a run on a file system."""
     return record.url if (record := _read(run_dir)) is not None else None
 
 
@@ -101,25 +103,25 @@ def remote_checkpoints(url: str) -> list[RemoteCheckpoint]:
 
 
 def up_to_date(place: str) -> Path:
-    """The directory of a run on this host; the run need not have begun. A URL's directory is brought up to date.
+    """The directory of a run on this host, brought up to date for a URL; the run need not have begun.
 
     Raises:
-        DataError: the store has nothing of a run that was trained here.
+        DataError: a run was trained here, and the store has nothing from it.
         StorageError: the store cannot be read.
     """
     return pull(place) if is_url(place) else Path(place)
 
 
 def local_run(place: str) -> Path:
-    """The directory on this host of a run or one of its checkpoints, copied there from a URL; a path is returned as is.
+    """The directory on this host of a run or a checkpoint, copied from a URL; a path is returned unchanged.
 
-    Everything of the run that has changed is copied, but no checkpoint except the one that is named.
+    All changed files of the run are copied, but no checkpoint other than the named one.
 
     Args:
         place: a path, or the URL of a run, of a checkpoint or of `latest` there.
 
     Raises:
-        DataError: there is no run of that URL, or no such checkpoint.
+        DataError: there is no run at that URL, or no such checkpoint.
         StorageError: the store cannot be read.
     """
     if not is_url(place):
@@ -143,16 +145,16 @@ def local_run(place: str) -> Path:
 
 
 def pull(url: str, *, locked: bool = False) -> Path:
-    """Brings the directory of a run on this host up to date unless it is newer than the store; copies no checkpoints.
+    """Brings a run's directory on this host up to date unless it is newer than the store; copies no checkpoints.
 
-    Checkpoints here that the store does not have are deleted then: another host has gone on from one before them.
+    Then deletes checkpoints that the store lacks: another host has continued from an earlier one.
 
     Args:
         url: URL of the run.
-        locked: whether this process holds the run's lock; else nothing is copied while another does.
+        locked: whether this process holds the run's lock; else nothing is copied while another process holds it.
 
     Raises:
-        DataError: the store has nothing of a run that was trained here.
+        DataError: a run was trained here, and the store has nothing from it.
         StorageError: the store cannot be read.
     """
     run_dir = working_directory(url)
@@ -182,28 +184,28 @@ def _pull(url: str, run_dir: Path) -> None:
 
 
 def claim(url: str, token: str) -> None:
-    """Records that a lease is about to be taken from this host, which makes its directory newer than the store's."""
+    """Records that a lease is about to be taken on this host: its directory is then newer than the store."""
     run_dir = working_directory(url)
     record = _read(run_dir) or _StoreRecord(url)
     _write(run_dir, _StoreRecord(url, (*record.tokens[-1:], token)))
 
 
 def is_own(url: str, lease: Lease) -> bool:
-    """Whether a lease was taken from the directory on this host."""
+    """Whether a lease was taken for the directory on this host."""
     record = _read(working_directory(url))
     return record is not None and lease.token in record.tokens
 
 
 def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] = lambda _bytes: None) -> None:
-    """Copies a checkpoint to this host, whole or not at all, unless it is there already.
+    """Copies a checkpoint to this host, completely or not at all, unless it exists here.
 
     Args:
         url: URL of the checkpoint's directory.
         final: path of the copy in the run's directory; another checkpoint there is replaced.
-        progress: function that is called with the bytes of each file that was copied.
+        progress: function called with the bytes of each copied file.
 
     Raises:
-        DataError: there is no room, or a checksum differs.
+        DataError: the disk has no room, or a checksum differs.
         StorageError: the store cannot be read.
     """
     text, manifest = read_remote_manifest(url)
@@ -217,7 +219,7 @@ def fetch_checkpoint(url: str, final: Path, *, progress: Callable[[int], None] =
 
 
 def set_aside(final: Path) -> None:
-    """Deletes a checkpoint, if it exists: under another name, so that no half of it looks finished."""
+    """Deletes a checkpoint, if it exists; renames it first, so that no partial checkpoint looks finished."""
     if final.exists():
         deleted = final.with_name(f".{final.name}.deleted")
         shutil.rmtree(deleted, ignore_errors=True)
@@ -226,18 +228,18 @@ def set_aside(final: Path) -> None:
 
 
 def is_small(path: Path, run_dir: Path) -> bool:
-    """Whether a file of a run's directory is copied as a whole object: all but checkpoints and hidden files."""
+    """Whether a file of a run's directory is copied as a whole object: neither checkpoint nor hidden."""
     return path.is_file() and not path.is_symlink() and is_small_name(path.relative_to(run_dir).as_posix())
 
 
 def is_small_name(name: str) -> bool:
-    """Whether a file of a run's directory is copied as a whole object, by its path there; see `is_small`."""
+    """Whether a file of a run's directory, given its path there, is copied as a whole object; see `is_small`."""
     parts = PurePosixPath(name).parts
     return parts[0] not in (CHECKPOINTS, UPLOADS) and not is_hidden(name)
 
 
 def _drop_others(run_dir: Path, remote: list[RemoteCheckpoint]) -> None:
-    """Deletes the checkpoints that the store does not have."""
+    """Deletes the checkpoints that the store lacks."""
     for path in (run_dir / CHECKPOINTS).glob("step-*"):
         same = [each for each in remote if path.name == f"step-{each.step:08d}"]
         if not any(read_remote_manifest(each.url)[0] == _manifest_text(path) for each in same):

@@ -1,7 +1,7 @@
-"""Copies runs to and from an object store, with all checkpoints; `remote_run` describes the layout there.
+"""Copies runs to and from an object store, with all checkpoints; `remote_run` describes the store's layout.
 
-The process that copies to a store holds the run's lease there, as one that trains does: of two that write, one is
-refused. The manifest is the last object that is written.
+The copying process holds the run's lease in the store, like a training process: of two writers, one is refused. The
+manifest is written last.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,7 @@ from typing import TypeVar
 from foundation.directory import staged
 from foundation.errors import DataError
 from foundation.lease import SILENT_S, held, newest_lease, wait_until_free
-from foundation.lock import lock_file
+from foundation.lock import NoLocksError, lock_file
 from foundation.remote_directory import (
     Progress,
     fetch,
@@ -47,33 +47,30 @@ LATEST = "latest"
 
 
 def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
-    """Copies a run to an object store, from where it can be resumed. A repetition sends only what is not there.
+    """Copies a run to an object store, where it can be resumed. A repetition sends only missing files.
 
     Args:
-        run_dir: the run's directory, in which no process trains.
+        run_dir: directory of the run, in which no process trains.
         url: URL of the run, which has no manifest yet.
-        progress: function that is called with the bytes of each file that was sent.
+        progress: function called with the bytes of each sent file.
 
     Returns:
-        The bytes of every file that is there, without the run's manifest.
+        The bytes of every file in the store, without the run's manifest.
 
     Raises:
-        DataError: a process trains or writes there, the URL has a finished run or checkpoints that the run has not, one
-            of the run's is damaged, or the store lists something else than what was sent.
-        LeaseLostError: another process has taken the lease over, while this one was paused.
+        DataError: a process trains or writes there; the URL has a finished run, or checkpoints that the run lacks; a
+            checkpoint is damaged; or the store's listing differs from the sent files.
+        LeaseLostError: another process has taken over the lease while this one was paused.
         StorageError: the store cannot be written to.
     """
     token, place = secrets.token_hex(16), url.rstrip("/")
-    lock: AbstractContextManager[object] = nullcontext()
-    if os.access(run_dir, os.W_OK):  # else no process trains there
-        lock = lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}")
-    with lock:
-        if working_directory(place) == run_dir:  # what this host knows of the store is this copy
+    with _without_training(run_dir):
+        if working_directory(place) == run_dir:  # this copy is also the host's record of the store
             claim(place, token)
         with held(place, token=token, silent_s=SILENT_S, say=_say) as lease:
-            if find_manifest(place) is not None:  # before a checkpoint is sent, which a run that is there would resume
+            if find_manifest(place) is not None:  # before any checkpoint is sent: a run there would resume from it
                 raise taken(place)
-            # the newest first: from what a killed copy leaves, a run would resume
+            # the newest first: a run would resume from the checkpoints of a killed copy
             paths = sorted((run_dir / CHECKPOINTS).glob("step-*"), reverse=True)
             paths = [path for path in paths if path.name.removeprefix("step-").isdecimal()]
             found = {path: local_manifest(path) for path in paths}
@@ -96,19 +93,32 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
             return sizes | publish(run_dir, place, progress=progress, trying=checked, beside=is_small_name)
 
 
+@contextmanager
+def _without_training(run_dir: Path) -> Iterator[None]:
+    """Keeps processes from training in a run; none can where it cannot be written to."""
+    with ExitStack() as stack:
+        if os.access(run_dir, os.W_OK):
+            try:
+                stack.enter_context(lock_file(run_dir / RUN_LOCK, doing=f"training in {run_dir}"))
+            except NoLocksError as error:
+                remedy = "when none does, copy the run to a local disk with cp -r, and run this command on the copy"
+                raise DataError(f"{error.cause}: a process may train there\n  try: {remedy}") from None
+        yield
+
+
 def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None) -> dict[str, int]:
-    """Copies a run of an object store to a disk, with its newest checkpoint of every step, whole or not at all.
+    """Copies a run from an object store to a disk, with its newest checkpoint of every step, completely or not at all.
 
     Args:
         url: URL of the run, to which no process writes.
         final: path of the copy, which must not exist.
-        progress: function that is called with the bytes of each file that was copied.
+        progress: function called with the bytes of each copied file.
 
     Returns:
-        The bytes of every file that was copied, without the run's manifest.
+        The bytes of every copied file, without the run's manifest.
 
     Raises:
-        DataError: a process trains there, `final` exists, there is no room, or a checksum differs.
+        DataError: a process trains there, `final` exists, the disk has no room, or a checksum differs.
         StorageError: the store cannot be read.
     """
     refuse_existing(final)
@@ -127,7 +137,7 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
             fetch(place, staging / CHECKPOINTS / name, progress=progress, found=manifest_there)
         fetch_files(url, files, staging, progress=progress)
         if found:
-            with suppress(OSError):  # a file system without symbolic links
+            with suppress(OSError):  # the file system may lack symbolic links
                 (staging / CHECKPOINTS / LATEST).symlink_to(max(found))
         give_name(staging, final, text)
     return sizes

@@ -1,7 +1,7 @@
 """`Section`: the base of every config section, frozen and closed to unknown keys.
 
-`parse` turns a plain dict into a section. What pydantic finds wrong becomes one `ConfigError` in our own words: the
-field, the value, what is wanted instead, and the nearest key or value that exists.
+`parse` turns a plain dict into a section. pydantic's findings become one `ConfigError` in our own words: the field, the
+value, the wanted values, and the nearest existing key or value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _whole_numbers(cls, raw: Any) -> Any:
-        """Turns floats such as 5e8 in JSON into whole numbers, where these are wanted."""
+        """Turns JSON floats such as 5e8 into whole numbers, for fields that want whole numbers."""
         if not isinstance(raw, Mapping):
             return raw
         return {key: int(value) if cls._is_whole(key, value) else value for key, value in raw.items()}
@@ -45,7 +45,7 @@ def _at_most_64_bits(number: int) -> int:
 
 
 Count = Annotated[int, Field(gt=0), AfterValidator(_at_most_64_bits)]
-"""A whole number of things, at least one."""
+"""A number of things, at least one."""
 
 Index = Annotated[int, Field(ge=0), AfterValidator(_at_most_64_bits)]
 """A whole number from zero up."""
@@ -74,7 +74,7 @@ def parse(section: type[S], raw: Mapping[str, Any], *, at: str = "") -> S:
 
 
 def problems_of(section: type[Section], raw: Mapping[str, Any]) -> list[ConfigError]:
-    """Returns the problems that `parse` would find, one error for each; empty if there are none."""
+    """Returns the problems that `parse` would find, one error each; empty if there are none."""
     try:
         parse(section, raw)
     except ConfigError as error:
@@ -83,23 +83,23 @@ def problems_of(section: type[Section], raw: Mapping[str, Any]) -> list[ConfigEr
 
 
 def suggest(word: str, known: list[str]) -> str | None:
-    """The entry of `known` nearest to `word`, or None when nothing is near."""
+    """The entry of `known` nearest to `word`; None if none is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return near[0] if near else None
 
 
 _DTYPES = frozenset({"fp16", "bf16", "fp32", "fp64", "fp8", "int8", "float16", "bfloat16", "float32"})
-"""Names of dtypes, which are one letter apart and no typos of each other."""
+"""Names of dtypes: they are one letter apart, but not typos of each other."""
 
 
 class _Complaint:
-    """A problem that pydantic found with one value."""
+    """A problem of one value that pydantic found."""
 
     def __init__(self, detail: Any, schema: Node) -> None:
         self.kind, self.value = str(detail["type"]), detail["input"]
         self.context: dict[str, Any] = detail.get("ctx", {})
         self.loc: list[str] = []
-        for part in detail["loc"]:  # where a value may be of several types, pydantic adds their names
+        for part in detail["loc"]:  # for a value with several possible types, pydantic adds their names
             unknown = self.kind == "extra_forbidden" and part == detail["loc"][-1]
             if unknown or node_at(schema, [*self.loc, str(part)]) is not None:
                 self.loc.append(str(part))
@@ -114,7 +114,7 @@ def _problems(error: ValidationError, schema: Node, at: str) -> list[ConfigError
     told = {(*each.loc[:-1], suggest(each.loc[-1], keys_at(schema, each.loc[:-1]))) for each in unknown}
     others: list[_Complaint] = []
     for first in (each for each in found if each.kind != "extra_forbidden" and tuple(each.loc) not in told):
-        # of a value that may be of several types, the deepest complaint says most
+        # for a value with several possible types, the deepest complaint is the most precise
         deepest = max(
             (each for each in found if each.loc[: len(first.loc)] == first.loc), key=lambda each: len(each.loc)
         )
@@ -125,7 +125,7 @@ def _problems(error: ValidationError, schema: Node, at: str) -> list[ConfigError
 
 
 def _as_error(first: _Complaint, schema: Node, at: str, listed: set[tuple[str, ...]]) -> ConfigError:
-    """The error of one complaint; the keys of a section are listed once, in the first error that needs them."""
+    """Makes the error of one complaint; a section's keys are listed once, in the first error that needs them."""
     field = ".".join([*([at] if at else []), *first.loc]) or "the config"
     if first.kind == "extra_forbidden":
         known, section = keys_at(schema, first.loc[:-1]), tuple(first.loc[:-1])
@@ -137,7 +137,7 @@ def _as_error(first: _Complaint, schema: Node, at: str, listed: set[tuple[str, .
         return ConfigError(field, first.value, why="there is no such key", remedy=remedy)
     if first.kind == "missing":
         return ConfigError(field, why="this key is required", remedy=f"add it: {_remedy(first, schema)}")
-    if first.kind == "value_error":  # a validator of ours, with words of its own
+    if first.kind == "value_error":  # one of our validators, with its own words
         error = first.context["error"]
         remedy = error.remedy if isinstance(error, RefusedValueError) else _remedy(first, schema)
         return ConfigError(field, first.value, why=str(error), remedy=remedy)
@@ -153,7 +153,7 @@ def _why(found: _Complaint, schema: Node) -> str:
 
 
 def _remedy(found: _Complaint, schema: Node) -> str:
-    """The nearest choice, or an example and the description of the key, or of the list around it."""
+    """The nearest choice, or an example and the description of the key, or of the list that contains it."""
     node = node_at(schema, found.loc) or schema
     choices = [
         word for each in [node, *node.get("anyOf", ())] for word in each.get("enum", ()) if isinstance(word, str)

@@ -1,6 +1,6 @@
-"""Files that headrace ships: configs, job scripts and the demo, by the name that they have in the repository.
+"""Files that headrace ships: configs, job scripts and the demo, by their names in the repository.
 
-They are in `headrace/share/`: a checkout has links to the top-level folders there, and a wheel has the files.
+They are in `headrace/share/`, which has links to top-level folders in a checkout, and the files in a wheel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ SHARE = Path(__file__).resolve().parents[1] / "headrace" / "share"
 
 
 def find_shipped(path: str | Path) -> Path | None:
-    """The shipped file of a relative path such as `ds_configs/zero3.json`; None where there is none."""
+    """Finds the shipped file for a relative path such as `ds_configs/zero3.json`; None if there is none."""
     path = Path(path)
     if path.is_absolute() or ".." in path.parts:
         return None

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands to their end and returns their output; submits and cancels jobs."""
+"""Runs Slurm's commands to completion and returns their output; submits and cancels jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 _MISSING, _TIMED_OUT = 127, 124
-"""Exit codes of a shell for a command that is not there, and of timeout(1)."""
+"""Exit codes of a shell for a missing command, and of timeout(1)."""
 
 
 def run_slurm(
@@ -15,8 +15,8 @@ def run_slurm(
     """Runs a command; a missing program or a time-out counts as a failure, with the reason in `stderr`.
 
     Args:
-        environ: environment of the command; None for that of this process.
-        timeout_s: seconds after which the command is killed; None: a busy controller may take its time.
+        environ: environment of the command; None for this process's.
+        timeout_s: seconds after which the command is killed; None for no limit, as a controller may be busy.
     """
     try:
         return subprocess.run(
@@ -42,7 +42,7 @@ def submit_job(
     Args:
         command: command line of sbatch, with --parsable.
         refused: function that makes an error from sbatch's message.
-        environ: environment of sbatch; None for that of this process.
+        environ: environment of sbatch; None for this process's.
 
     Raises:
         Exception: sbatch has failed; `refused` makes the error.

@@ -1,8 +1,8 @@
-"""Object stores: URLs (`s3://`, `gs://`, `az://`, `hf://`, ...) are read and written here and nowhere else.
+"""Object stores: only this module reads and writes URLs (`s3://`, `gs://`, `az://`, `hf://`, ...).
 
-`fsspec` opens them, with the credentials and the endpoints that the user's own tools know (AWS_PROFILE,
-AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...). An object is whole or absent: it appears when its last byte has
-arrived. A directory is a prefix of names; see `remote_directory` and `remote_publish`.
+`fsspec` opens them, with the credentials and endpoints of the user's own tools (AWS_PROFILE, AWS_ENDPOINT_URL,
+GOOGLE_APPLICATION_CREDENTIALS, ...). An object is complete or absent: it appears when its last byte has arrived. A
+directory is a prefix of names; see `remote_directory` and `remote_publish`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from foundation.errors import DataError, HeadraceError
 
 T = TypeVar("T")
 AT_ONCE = 64
-"""Number of ranges read at a time: a store answers each after tens of milliseconds, and answers many at once."""
+"""Number of ranges read at a time: a store answers each after tens of milliseconds, but many at once."""
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
-"""Keys of an object's metadata by which the stores distinguish its versions."""
+"""Keys of an object's metadata that distinguish its versions in the stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class StorageError(DataError):
     """An object cannot be opened, read or written; the message contains the store's own error.
 
     Attributes:
-        lasting: whether trying again cannot help: the object is not there, or not allowed.
-        unreachable: whether nothing answers at the address, which the store's package has tried for seconds.
+        lasting: whether a retry cannot help, because the object is missing or access is not allowed.
+        unreachable: whether nothing answers at the address, after the store's package has tried for seconds.
     """
 
     lasting = unreachable = False
@@ -55,11 +55,11 @@ class StorageError(DataError):
 
 _RETRIES_S = (1.0, 3.0, 9.0)
 _UNREACHABLE = ("EndpointConnectionError", "ClientConnectorError", "ClientConnectorDNSError", "ServiceRequestError")
-"""Names of the exceptions of botocore, aiohttp and azure-core where no connection is made."""
+"""Names of the exceptions of botocore, aiohttp and azure-core when no connection is made."""
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """Calls a function, again after 1, 3 and 9 s if a store fails, beside the retries of the store's package.
+    """Calls a function, and again after 1, 3 and 9 s if a store fails, besides the store package's own retries.
 
     Raises:
         StorageError: the function has failed four times, twice without an answer, or for a lasting reason.
@@ -80,7 +80,7 @@ def is_remote(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The `fsspec` file system of a URL, and the URL's path in it.
+    """The `fsspec` file system for a URL, and the URL's path in it.
 
     Raises:
         DataError: the package for the protocol is missing.
@@ -91,12 +91,12 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def storage_errors(url: str, *, doing: str = "read", missing: bool = True) -> Iterator[None]:
-    """Converts the exceptions of a store, which has its own types, into a `StorageError`.
+    """Converts a store's exceptions, which have their own types, into a `StorageError`.
 
     Args:
         url: URL that the message names.
         doing: failed operation, as a participle for the message, e.g. "written".
-        missing: whether to convert `FileNotFoundError`, too.
+        missing: whether to convert `FileNotFoundError` as well.
     """
     try:
         yield
@@ -114,13 +114,13 @@ def storage_errors(url: str, *, doing: str = "read", missing: bool = True) -> It
 
 
 def stat_of(info: dict[str, Any]) -> Stat:
-    """The size and version in an object's metadata, as `fsspec` gives it."""
+    """The size and version in an object's metadata, as `fsspec` returns it."""
     versions = (f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key))
     return Stat(int(info["size"]), next(versions, ""))
 
 
 def objects_below(url: str) -> dict[str, Stat]:
-    """Lists all objects below a URL: name relative to the URL -> size and version; empty where there is none.
+    """Lists all objects below a URL: name relative to the URL -> size and version; empty if there are none.
 
     Raises:
         StorageError: the store cannot be reached.
@@ -133,10 +133,10 @@ def objects_below(url: str) -> dict[str, Stat]:
 
 
 def stat_object(url: str) -> Stat:
-    """The size and version of an object.
+    """Reads the size and version of an object.
 
     Raises:
-        StorageError: it does not exist, or the store cannot be reached.
+        StorageError: the object does not exist, or the store cannot be reached.
     """
     with storage_errors(url):
         files, inner = filesystem(url)
@@ -144,7 +144,7 @@ def stat_object(url: str) -> Stat:
 
 
 def same_object(url: str, *, size: int, sha256: str) -> bool:
-    """Whether there is an object with this content; it is read if its size matches.
+    """Whether there is an object with this content; reads it if its size matches.
 
     Args:
         url: URL of the object.
@@ -166,10 +166,10 @@ def same_object(url: str, *, size: int, sha256: str) -> bool:
 
 
 def read_object(url: str) -> bytes:
-    """The bytes of a small object.
+    """Reads the bytes of a small object.
 
     Raises:
-        FileNotFoundError: it does not exist.
+        FileNotFoundError: the object does not exist.
         StorageError: any other error.
     """
     with storage_errors(url, missing=False):
@@ -178,15 +178,15 @@ def read_object(url: str) -> bytes:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a small file or object; raises the errors of `read_object`, or OSError."""
+    """Reads the bytes of a small file or object; raises the errors of `read_object`, or OSError."""
     return read_object(path) if is_remote(path) else Path(path).read_bytes()
 
 
 def read_range(url: str, start: int, size: int) -> bytes:
-    """Reads a range of an object's bytes; fewer where the object ends before.
+    """Reads a range of an object's bytes; fewer if the object ends earlier.
 
     Raises:
-        StorageError: it does not exist, or any other error.
+        StorageError: the object does not exist, or any other error.
     """
     with storage_errors(url):
         files, inner = filesystem(url)
@@ -200,7 +200,7 @@ def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
         ranges: URL of each range, its start and its size in bytes.
 
     Raises:
-        StorageError: a range could not be read; the error is that of the first.
+        StorageError: a range could not be read; the error of the first such range is raised.
     """
     found: dict[int, bytes] = {}
     protocols = [url.partition("://")[0] for url, _, _ in ranges]
@@ -227,7 +227,7 @@ def download(url: str, path: Path) -> None:
     """Writes the bytes of an object to a file.
 
     Raises:
-        StorageError: the file may be there in part.
+        StorageError: the download failed; a part of the file may exist.
     """
     with storage_errors(url):
         files, inner = filesystem(url)
@@ -235,15 +235,15 @@ def download(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _bytes: None) -> None:
-    """Writes a file as an object; one that exists is replaced.
+    """Writes a file as an object; replaces an existing one.
 
     Args:
         path: path of the file.
         url: URL of the object.
-        progress: function that is called with the bytes of each part that was sent; again if it is sent again.
+        progress: function called with the bytes of each sent part, again if a part is sent again.
 
     Raises:
-        StorageError: the object may be there or not.
+        StorageError: the upload failed; the object may exist or not.
     """
     with storage_errors(url, doing="written"):
         from fsspec.callbacks import Callback  # noqa: PLC0415 - local runs do not need it
@@ -252,7 +252,7 @@ def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _by
             def relative_update(self, inc: int = 1) -> None:
                 progress(inc)
 
-            def absolute_update(self, value: int) -> None:  # of adlfs, which gives the size of each block
+            def absolute_update(self, value: int) -> None:  # for adlfs, which reports the size of each block
                 progress(value)
 
         files, inner = filesystem(url)
@@ -260,10 +260,10 @@ def upload(path: Path, url: str, *, progress: Callable[[int], None] = lambda _by
 
 
 def put_object(url: str, data: bytes) -> None:
-    """Writes a small object; one that exists is replaced.
+    """Writes a small object; replaces an existing one.
 
     Raises:
-        StorageError: the object may be there or not.
+        StorageError: the write failed; the object may exist or not.
     """
     with storage_errors(url, doing="written"):
         files, inner = filesystem(url)
@@ -273,8 +273,8 @@ def put_object(url: str, data: bytes) -> None:
 def put_if_absent(url: str, data: bytes) -> bool:
     """Writes a small object unless one exists; returns whether the object has these bytes.
 
-    Of several writers of different bytes one gets true. A store may write the object and lose its answer: it is asked
-    again then, and says that the object exists. So an object with the same bytes counts as written.
+    Of several writers of different bytes, one gets true. A store may write the object and lose its answer: asked again,
+    it says that the object exists. So an object with the same bytes counts as written.
 
     Raises:
         StorageError: the store cannot be written to.
@@ -292,7 +292,7 @@ def delete(url: str) -> None:
     """Deletes an object, which may be absent.
 
     Raises:
-        StorageError: the store does not allow it.
+        StorageError: the store does not allow deletion.
     """
     with storage_errors(url, doing="deleted"):
         files, inner = filesystem(url)

@@ -1,4 +1,4 @@
-"""Figures of tasks, in journal rows and manifests (`NAME`, its interval `NAME_low`, `NAME_high`) and as text."""
+"""Figures of tasks: in journal rows and manifests (`NAME`, with its interval `NAME_low`, `NAME_high`), and as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 Figures = dict[str, Any]
-"""Figures of a model, by name, as manifests and tables have them."""
+"""Figures of a model by name, as in manifests and tables."""
 NAMES: Final = ("accuracy", "accuracy_per_character", "accuracy_per_token", "exact_match", "bits_per_byte")
-"""Names of all figures; a task has some of them, the first of which is its headline."""
+"""Names of all figures; the first one that a task has is its headline."""
 
 
 def names_in(figures: Mapping[str, float]) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""The verbs of the command line: first the eight that take a text to a model that serves, then all others.
+"""The verbs of the command line: first the eight that lead from a text to a served model, then all others.
 
-`headrace`, `python -m headrace` and `python -m pipeline` serve this table. Modules are named, not imported: only that
-of the verb that is typed is loaded.
+`headrace`, `python -m headrace` and `python -m pipeline` use this table. Modules are named, not imported: only the
+given verb's is loaded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Verb:
     """A verb of the command line.
 
     Attributes:
-        name: the verb, as it is typed.
+        name: the verb, as the user types it.
         text: one line of help.
         heading: heading under which the help lists the verb.
         module: module with `add_arguments(parser)`, for the options, and `run(arguments)`, which returns the exit code.
-        functions: these two functions, where one module has several verbs; None: those of `module`.
-        config: the kind of config file that `--set` overrides (`foundation.config_kinds`).
+        functions: these two functions, if one module has several verbs; None for `module`'s.
+        config: kind of config file that `--set` overrides (`foundation.config_kinds`).
     """
 
     name: str

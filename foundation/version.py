@@ -1,3 +1,3 @@
-"""The version, which every manifest records."""
+"""The version of headrace, which every manifest records."""
 
 __version__ = "0.6.0"

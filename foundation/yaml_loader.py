@@ -1,7 +1,7 @@
 """A PyYAML loader that reads plain values as YAML 1.2 (core schema) and JSON do.
 
 PyYAML implements YAML 1.1, in which `no` and `off` are booleans, `1e-4` is a string, `1_000` and `1:30` are numbers and
-`2024-01-01` is a date. Keys that are repeated or are not text are refused with their line.
+`2024-01-01` is a date. Repeated keys and keys that are not text are refused with their line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Yaml12Loader(yaml.SafeLoader):  # type: ignore[misc]
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Makes an object, all of whose keys must be text and differ from each other."""
+        """Makes an object whose keys must be distinct texts."""
         seen: set[str] = set()
         for key_node, value_node in node.value:
             key, line = self.construct_object(key_node), key_node.start_mark.line + 1

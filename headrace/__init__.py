@@ -13,7 +13,7 @@ __all__ = ["__version__", "load", "prepare_corpus", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `headrace.api`, which is imported when one of them is first used."""
+    """Returns the functions of `headrace.api`, which is imported at their first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from headrace import api  # noqa: PLC0415

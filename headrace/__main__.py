@@ -1,4 +1,4 @@
-"""`python -m headrace VERB`: the command `headrace`, where it is not on PATH."""
+"""`python -m headrace VERB`: the command `headrace`, for when it is not on PATH."""
 
 from headrace.commands.app import main
 

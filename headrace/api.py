@@ -1,4 +1,4 @@
-"""The Python API: prepare a corpus, train a model, load it. Handed on by `headrace`:
+"""The Python API: prepare a corpus, train a model, load it. `headrace` re-exports it:
 
     import headrace
 
@@ -7,8 +7,8 @@
     model, tokenizer = headrace.load(run.dir)
     ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
 
-Work is done in processes of its own, so a script needs no `if __name__ == "__main__"` and a notebook keeps its memory;
-what the processes print appears on `sys.stdout` and `sys.stderr`.
+The work runs in separate processes: a script needs no `if __name__ == "__main__"`, and a notebook keeps its memory. The
+processes' output appears on `sys.stdout` and `sys.stderr`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from pipeline.cluster.status.run import RunStatus
 
 _TAIL_LINES = 100
-"""Of what a failed process printed on stderr, the last lines are looked through for its error."""
+"""Number of last lines of a failed process's stderr in which its error is searched."""
 
 
 def prepare_corpus(
     config: str | Path | Mapping[str, Any], *, workers: int | None = None, executor: str = "local", **overrides: Any
 ) -> Path:
-    """Turns a corpus into a tokens directory, as `headrace prep` does; a job that was stopped resumes.
+    """Turns a corpus into a tokens directory, as `headrace prep` does; resumes a job that was stopped.
 
     Args:
         config: a config file, or its content.
-        workers: tasks at once; default: the cores this process may use.
+        workers: number of tasks at once; None for the cores that this process may use.
         executor: local, ray or spark.
-        overrides: top-level keys of the config; objects are merged key by key. A dotted key names one field:
+        overrides: top-level keys of the config; objects are merged key by key. A dotted key sets one field:
             `**{"tokenizer.vocab_size": 8192}`.
 
     Returns:
-        The tokens directory. When it exists and was made by the same job, nothing is done.
+        The tokens directory. If it exists and was made by the same job, nothing is done.
 
     Raises:
         ConfigError: the config file cannot be read.
-        DataError: the job was refused or has failed; the message says why and what to do.
+        DataError: the job was refused or has failed; the message has the reason and the remedy.
     """
     raw = _merged(config, overrides)
     options = ["--executor", executor, *([] if workers is None else ["--workers", str(workers)])]
@@ -61,22 +61,22 @@ def prepare_corpus(
 
 
 def train(config: str | Path | Mapping[str, Any], *, nproc: int = 1, **overrides: Any) -> RunStatus:
-    """Trains a model, as `headrace train` does, or distils one where the config has the section `distill`.
+    """Trains a model, as `headrace train` does, or distils one if the config has the section `distill`.
 
-    A run that was stopped resumes from its newest checkpoint; of a finished one nothing is done again.
+    A run that was stopped resumes from its newest checkpoint; a finished run is not repeated.
 
     Args:
         config: a config file, or its content.
         nproc: processes on this machine, one per GPU.
-        overrides: top-level keys of the config; objects are merged key by key. A dotted key names one field:
+        overrides: top-level keys of the config; objects are merged key by key. A dotted key sets one field:
             `**{"run.steps": 100}`.
 
     Returns:
-        How far the run is: its directory, step, loss, newest checkpoint.
+        The state of the run: its directory, step, loss, newest checkpoint.
 
     Raises:
         ConfigError: the config file cannot be read.
-        TrainingError: the run was refused, has failed, or was asked to stop; the message says why and what to do.
+        TrainingError: the run was refused, has failed, or was asked to stop; the message has the reason and the remedy.
     """
     from pipeline.cluster.status.run import read_status  # noqa: PLC0415
 
@@ -90,17 +90,17 @@ def load(path: str | Path, *, device: str | None = None) -> tuple[Any, Any]:
     """Loads a trained model with its tokenizer.
 
     Args:
-        path: a Hugging Face model folder (quantized or not), a run's directory, or one of its checkpoints; of a run
-            the newest whole checkpoint is taken.
-        device: where to put the model; default: the first GPU, or the CPU where there is none.
+        path: a Hugging Face model folder (quantized or not), a run's directory, or one of its checkpoints; a run's
+            newest complete checkpoint is loaded.
+        device: device for the model; None for the first GPU, or the CPU if there is none.
 
     Returns:
         (model, tokenizer) of transformers; the model is in evaluation mode and has `generate`.
 
     Raises:
-        ConfigError: it is a URL.
-        CheckpointError: the run has no checkpoint that can be read.
-        DataError: there is no model, or it has no tokenizer.
+        ConfigError: the path is a URL.
+        CheckpointError: the run has no readable checkpoint.
+        DataError: there is no model, or the model has no tokenizer.
     """
     if is_store_url(str(path)):
         path = local_run(str(path))
@@ -141,7 +141,7 @@ def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: typ
     """Runs an entry point on a config until it ends.
 
     Raises:
-        HeadraceError: an instance of the given class with the message of the process and its exit code.
+        HeadraceError: the process failed; an instance of the given class with its message and exit code.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as work:
         path = Path(work) / "config.json"
@@ -157,7 +157,7 @@ def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: typ
             ]
             try:
                 code = process.wait()
-            except KeyboardInterrupt:  # the process has got it, too, and saves its work before it ends
+            except KeyboardInterrupt:  # the process has received it, too, and saves its work before it ends
                 process.wait()
                 raise
             finally:
@@ -170,7 +170,7 @@ def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: typ
 
 
 def _forward(source: IO[str], target: TextIO, kept: deque[str]) -> threading.Thread:
-    """Copies lines as they come; a notebook shows what is written to `sys.stdout`, not what a child process prints."""
+    """Copies lines as they arrive: a notebook shows writes to `sys.stdout`, but not a child process's output."""
 
     def copy() -> None:
         for line in source:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Distils, or trains the control; returns the exit code."""
+    """Distils the student, or trains the control; returns the exit code."""
     resolved = resolve_run(arguments, change=control_of) if arguments.control else resolve_run(arguments)
     if resolved.config.distill is None and not arguments.control:
         remedy = 'add "distill": {"teacher": "out/models/teacher"}, or use pipeline/train.py'
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(resolved: ResolvedRun, *, first: bool) -> int:
-    # torch takes seconds to import, and a refusal should not wait for it
+    # torch takes seconds to import, and an invalid config is refused without waiting for it
     with StopSignals(announce=first) as signals:
         with quick_imports():
             from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415

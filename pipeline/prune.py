@@ -27,7 +27,7 @@ def main() -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     add_config_arguments(parser)
-    # the deepspeed launcher puts it in front of a script's arguments; ranks read their place from the environment
+    # the deepspeed launcher passes it to every script; ranks read their local rank from the environment
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 

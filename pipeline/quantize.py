@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_old_key(raw: dict[str, Any]) -> None:
-    """`weights` has become `scheme`, which also says what activations are."""
+    """Refuses the old key `weights`, now `scheme`, which also names the format of activations."""
     given = raw.get("weights")
     if given is not None and "scheme" not in raw:
         new = {"int4": '"scheme": "W4A16"'}.get(given, '"scheme": "W8A8", which vLLM serves, or "W8A16", as before')

@@ -20,12 +20,12 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains; returns the exit code."""
+    """Trains the model; returns the exit code."""
     resolved = resolve_run(arguments)
     if resolved.config.distill is not None:
         remedy = "start pipeline/distill.py with this config, or remove the section"
         raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)
-    # torch takes seconds to import, and a refusal should not wait for it
+    # torch takes seconds to import, and an invalid config is refused without waiting for it
     with StopSignals(announce=detect().rank == 0) as signals:
         with quick_imports():
             from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415

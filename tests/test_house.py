@@ -72,6 +72,19 @@ def test_arguments_and_attributes_are_described_by_phrases_that_stand_alone() ->
     assert found == []
 
 
+def test_a_module_that_is_run_defines_everything_before_it_runs() -> None:
+    modules = {
+        path: ast.parse(path.read_text()).body
+        for package in ("pipeline", "data_prep", "headrace", "foundation", "benchmarks", "examples")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    started = {
+        path: [ast.unparse(each).startswith("if __name__ ==") for each in body] for path, body in modules.items()
+    }
+    assert sum(map(any, started.values())) > 20
+    assert [path for path, runs in started.items() if any(runs[:-1])] == []
+
+
 def test_every_package_says_what_is_in_it() -> None:
     files = [
         path

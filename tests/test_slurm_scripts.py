@@ -153,7 +153,8 @@ def test_the_code_of_headrace_root_runs_whatever_the_venv_and_the_working_direct
     clones = [tmp_path / "root", tmp_path / "other"]
     for clone in clones:
         shutil.copytree(ROOT / "slurm", clone / "slurm")
-        shutil.copytree(ROOT / "headrace" / "base", clone / "headrace" / "base")
+        shutil.copytree(ROOT / "foundation", clone / "foundation")
+        (clone / "headrace").mkdir()
         shutil.copy(ROOT / "headrace" / "__init__.py", clone / "headrace")
     script = f"source {clones[0]}/slurm/env.sh; python -c 'import headrace; print(headrace.__file__)'"
     # the environment of the tests has this repository installed, the working directory another clone

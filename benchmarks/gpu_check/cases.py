@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` measures: model sizes, rows, and FLOPs per token. Standard library only.
+"""The measurements of `benchmarks/gpu.py`: model sizes, rows, and FLOPs per token. Standard library only.
 
 A row is one model trained by one contestant in one mode. All rows of a size train the same model from the same first
 weights on the same tokens, with the same global batch.
@@ -41,7 +41,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Parameters; tied embedding and head count once."""
+        """Number of parameters; tied embedding and head count once."""
         return self._in_products + (0 if self.model["tie_word_embeddings"] else self._embedding)
 
     @property
@@ -59,8 +59,8 @@ class Size:
         return 6.0 * self._in_products + (6.0 if causal else 12.0) * attention
 
     def activation_bytes_per_sample(self) -> int:
-        """A lower bound on what a sample holds between forward and backward pass without recomputation: bf16 inputs of
-        the matrix products of every layer, and logits in bf16 and fp32."""
+        """A lower bound on a sample's bytes between forward and backward pass without recomputation: bf16 inputs of
+        every layer's matrix products, and logits in bf16 and fp32."""
         model = self.model
         layer = 2 * (10 * model["hidden_size"] + 3 * model["intermediate_size"])
         return self.sequence * (layer * model["num_hidden_layers"] + 6 * model["vocab_size"])
@@ -79,7 +79,7 @@ class Size:
 
 
 def sizes(sequence: int) -> dict[str, Size]:
-    """Llama-3.2-1B and Llama-3.1-8B in shape; 64k and 32k tokens per step."""
+    """Sizes like Llama-3.2-1B and Llama-3.1-8B, with 64k and 32k tokens per step."""
     one = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     eight = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     return {
@@ -89,7 +89,7 @@ def sizes(sequence: int) -> dict[str, Size]:
 
 
 def tiny_sizes() -> dict[str, Size]:
-    """A model of four layers, for a CPU: it proves that everything runs, and its speed says nothing."""
+    """A model of four layers for a CPU: it shows that everything runs, but its speed means nothing."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = {**_LLAMA, **shape, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}
     return {"tiny": Size("tiny", model, 4, 64)}
@@ -102,7 +102,7 @@ class Row:
     Attributes:
         size: name of a `Size`.
         contestant: torch or deepspeed, our engines; or trainer, the Hugging Face Trainer.
-        mode: see `MODES`.
+        mode: a key of `MODES`.
     """
 
     size: str
@@ -111,12 +111,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """E.g. 1b-torch-compiled."""
+        """Name of the row, e.g. 1b-torch-compiled."""
         return f"{self.size}-{self.contestant}-{self.mode}"
 
     @property
     def title(self) -> str:
-        """For the table."""
+        """Title of the row in the table."""
         return f"{self.size.upper()}, {TITLES[self.contestant]}, {MODES[self.mode]}"
 
 
@@ -127,8 +127,9 @@ MODES = {
     "fp8": "fp8 tensorwise, compiled",
     "bf16-weights": "bf16 weights without fp32 masters, compiled",
 }
-"""Ours: bf16 weights with fp32 masters. The Trainer's eager and compiled: fp32 weights under autocast, so that it
-updates in fp32, too. Its bf16-weights has no masters and updates in bf16: no equal training, but its fastest."""
+"""Modes. Ours have bf16 weights with fp32 masters. The Trainer's eager and compiled have fp32 weights under autocast,
+and so also update in fp32. Its bf16-weights has no masters and updates in bf16: not the same training, but its
+fastest."""
 
 _ORDER = (
     ("torch", "compiled"),
@@ -141,7 +142,7 @@ _ORDER = (
     ("deepspeed", "fp8"),
     ("deepspeed", "eager"),
 )
-"""What matters most comes first, since time may run out."""
+"""Row names, the most important first, since time may run out."""
 
 
 def rows(names: list[str]) -> list[Row]:
@@ -153,8 +154,8 @@ def selected(name: str, kind: str, only: str | None) -> bool:
     """Whether `--only` selects something.
 
     Args:
-        name: of a row or a part.
-        kind: of the part it belongs to: environment, tests or speed.
+        name: name of a row or a part.
+        kind: part to which it belongs: environment, tests or speed.
         only: shell patterns separated by commas; None selects all.
     """
     patterns = only.split(",") if only else ["*"]

@@ -1,4 +1,4 @@
-"""Tokens and first weights: the same for every contestant, and drawn without a file."""
+"""Tokens and first weights: the same for every contestant, and generated without a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu_check.cases import Size
 
 
 def draw(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """First value of a parameter, fp32, drawn on the device: normal with deviation 0.02, and ones for norms."""
+    """Draws a parameter's first value on the device: fp32, normal with deviation 0.02, or ones for norms."""
     if len(shape) == 1:
         return torch.ones(shape, device=device)
     generator = torch.Generator(device).manual_seed(crc32(name.encode()))

@@ -1,7 +1,7 @@
-"""Describes the machine as JSON; a process of its own. `python -m benchmarks.gpu_check.machine RESULT.json`
+"""Describes the machine as JSON, in a separate process. `python -m benchmarks.gpu_check.machine RESULT.json`
 
-Besides versions: what the installed torch has of what the project uses, and how fast each backend of scaled dot product
-attention is on the shape of a layer of Llama-8B.
+Besides versions, it lists which features that the project uses the installed torch has, and how fast each backend of
+scaled dot product attention is on the shape of a layer of Llama-8B.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def described() -> dict[str, Any]:
-    """Everything about the machine that a figure depends on."""
+    """All properties of the machine on which a figure depends."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     return {
@@ -69,7 +69,7 @@ def described() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """The driver's version, by nvidia-smi."""
+    """The driver's version, according to nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -87,7 +87,7 @@ def version(name: str) -> str | None:
 
 
 def has(path: str) -> bool:
-    """Whether torch has a function or class of this dotted name."""
+    """Whether torch has a function or class with this dotted name."""
     module, _, name = path.rpartition(".")
     try:
         return hasattr(importlib.import_module(module), name)
@@ -96,7 +96,7 @@ def has(path: str) -> bool:
 
 
 def backends() -> list[SDPBackend]:
-    """The backends that this torch knows, without those that stand for an error or a choice."""
+    """The backends that this torch knows, except those that stand for an error or a choice."""
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     return [getattr(SDPBackend, name) for name in names if hasattr(SDPBackend, name)]
 

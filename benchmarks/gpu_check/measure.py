@@ -1,7 +1,7 @@
-"""Measures one row; a process of its own. `python -m benchmarks.gpu_check.measure ROW.json RESULT.json`
+"""Measures one row, in a separate process. `python -m benchmarks.gpu_check.measure ROW.json RESULT.json`
 
-ROW.json names the row and its steps. The largest micro-batch that fits is found by trying: from a lower bound of what a
-sample needs downwards by halves, first without activation checkpointing and then with it on every layer.
+ROW.json has the row and its steps. The largest micro-batch that fits is found by trial: halving from the largest that a
+lower bound of a sample's bytes allows, first without activation checkpointing and then with it on every layer.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from benchmarks.gpu_check.cases import Row, Size, sizes, tiny_sizes
 from benchmarks.gpu_check.meter import Meter
 
 _HELD_BYTES = 10
-"""Bytes per parameter that any contestant holds at least, for where to begin."""
+"""Least bytes per parameter of any contestant, from which the first micro-batch is computed."""
 
 
 def main() -> None:
-    """Writes the result, or the reason why there is none."""
+    """Writes the result, or the reason why there is no result."""
     job, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     row = Row(**job["row"])
     size = (tiny_sizes() if job["tiny"] else sizes(job["sequence"]))[row.size]
     attempts: list[str] = []
     try:
         found = measured(size, row, job, attempts)
-    except Exception as error:  # a row's failure is its result
+    except Exception as error:  # a failure is the row's result
         traceback.print_exc()
         found = {"reason": reason(error)}
     result.write_text(json.dumps({"name": row.name, "title": row.title, "attempts": attempts, **found}))
 
 
 def measured(size: Size, row: Row, job: dict[str, Any], attempts: list[str]) -> dict[str, Any]:
-    """The first attempt that fits; the outcome of each other is added to `attempts`."""
+    """Returns the first attempt that fits; adds the outcome of each other attempt to `attempts`."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     contestant = module_of(row)
     trace = Path(job["trace"]) if job["trace"] else None
@@ -58,12 +58,12 @@ def measured(size: Size, row: Row, job: dict[str, Any], attempts: list[str]) -> 
 
 
 def module_of(row: Row) -> Any:
-    """The module of a row's contestant, imported only now: each needs other packages."""
+    """The module of a row's contestant, imported only here: each needs other packages."""
     return importlib.import_module(f"benchmarks.gpu_check.{'trainer' if row.contestant == 'trainer' else 'ours'}")
 
 
 def plan(size: Size, device: torch.device) -> Iterator[tuple[int, str]]:
-    """(micro-batch, activation checkpointing) in the order of trying."""
+    """Yields (micro-batch, activation checkpointing) in the order of the attempts."""
     most = size.samples
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] - _HELD_BYTES * size.parameters
@@ -77,7 +77,7 @@ def plan(size: Size, device: torch.device) -> Iterator[tuple[int, str]]:
 def attempt(
     contestant: Any, size: Size, row: Row, meter: Meter, micro: int, checkpointing: str, device: torch.device
 ) -> tuple[float | str, bool]:
-    """The mean loss, or what the allocator said; and whether weights and optimizer were allocated."""
+    """Returns the mean loss or the allocator's error, and whether weights and optimizer were allocated."""
     built, outcome = False, ""
     try:
         ready = contestant.Contestant(size, row, micro=micro, checkpointing=checkpointing, device=device)
@@ -122,7 +122,7 @@ def numbers(
 
 
 def peak_rate(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s, also for fp8; None for a CPU and an unknown device."""
+    """The device's dense bf16 peak in FLOP/s, also for fp8; None for a CPU or an unknown device."""
     from pipeline.runtime.metrics.mfu import peak_flops  # noqa: PLC0415  it needs no package but pydantic
 
     return peak_flops(torch.cuda.get_device_name(device), bf16=True) if device.type == "cuda" else None

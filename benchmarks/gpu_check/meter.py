@@ -1,4 +1,4 @@
-"""Times the steps of a training loop from the end of one to the end of the next, on the device's clock."""
+"""Times the steps of a training loop, each from the end of the step before to its own end, on the device's clock."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 PROFILED = 3
-"""Steps in a profiler trace."""
+"""Number of steps in a profiler trace."""
 
 
 class Meter:
-    """Called at the end of every step of a loop: warm-up steps, then timed ones, then profiled ones.
+    """Counts the steps of a loop, called at the end of each: warm-up steps, then timed ones, then profiled ones.
 
-    On a GPU times are between CUDA events, so that what the host does between two steps counts where the device waits
-    for it. On a CPU they are wall-clock times.
+    On a GPU times are between CUDA events: the host's work between two steps counts if the device waits for it. On a
+    CPU they are wall-clock times.
 
     Args:
-        device: of the loop.
-        warmup: steps that are not timed: compilation, autotuning, first allocations.
-        steps: steps that are timed.
-        trace: file for a profiler trace of `PROFILED` further steps; none when None.
+        device: device of the loop.
+        warmup: number of steps that are not timed: compilation, autotuning, first allocations.
+        steps: number of timed steps.
+        trace: file for a profiler trace of `PROFILED` further steps; None for no trace.
     """
 
     def __init__(self, device: torch.device, *, warmup: int, steps: int, trace: Path | None = None) -> None:

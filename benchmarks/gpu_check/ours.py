@@ -34,17 +34,17 @@ LR = 1e-4
 
 
 class NotAvailableError(Exception):
-    """This version of the project does not have what a row measures."""
+    """This version of the project lacks a feature that a row measures."""
 
 
 class DrawnOnDevice(OwnBuffers):
-    """First values by `inputs.draw`: a model of 8B is there in a second, not in minutes."""
+    """First values by `inputs.draw`: they initialize a model of 8B in a second, not in minutes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`: the full value is drawn, of which the box is a part."""
+        """Draws the full value and returns the part within the box (see `ParameterValues.value`)."""
         return part(draw(name, self._shapes[name], self._device), box).to(device)
 
 
@@ -74,7 +74,7 @@ def config_of(size: Size, row: Row, *, micro: int, checkpointing: str) -> dict[s
 
 @contextmanager
 def opened(device: torch.device) -> Iterator[None]:
-    """The process group of one process, which DeepSpeed needs."""
+    """Opens the process group of one process, which DeepSpeed needs."""
     with process_group(detect(), gpu=device.index), ordered_sdpa(device):
         yield
 
@@ -85,9 +85,9 @@ class Contestant:
     Args:
         size: the model.
         row: engine and mode.
-        micro: micro-batch, samples.
+        micro: micro-batch size in samples.
         checkpointing: activation checkpointing: none or full.
-        device: of the engine.
+        device: device of the engine.
     """
 
     def __init__(self, size: Size, row: Row, *, micro: int, checkpointing: str, device: torch.device) -> None:
@@ -102,10 +102,10 @@ class Contestant:
         self._engine = build_engine(run, model, values, CrossEntropy(), device=device)
 
     def train(self, meter: Meter) -> float:
-        """Makes the meter's steps; returns the mean loss in nats per token."""
+        """Runs the meter's steps; returns the mean loss in nats per token."""
         losses, batches = [], [step_batch(self._size, self._run, step, self._device) for step in range(meter.total)]
         before: PendingStep | None = None
-        for batch in batches:  # as the training loop does: a step is begun before the one before is read
+        for batch in batches:  # as in the training loop: a step begins before the step before is read
             begun = self._engine.begin_step(batch, lr=LR, after=before)
             if before is not None:
                 losses.append(before.result().loss)

@@ -1,4 +1,4 @@
-"""The tables of a run of `benchmarks/gpu.py`, and docs/performance.md, to which they are appended."""
+"""The tables of a run of `benchmarks/gpu.py`, which are appended to docs/performance.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_RUN = "not yet run"
 
 
 def section(result: dict[str, Any]) -> str:
-    """A run as Markdown: machine and versions, tests, speed."""
+    """Formats a run as Markdown: machine and versions, tests, speed."""
     return "\n".join([f"### {title(result)}", "", *_machine(result), *_tests(result), *_speed(result)])
 
 
@@ -22,7 +22,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 def append(page: Path, result: dict[str, Any]) -> None:
-    """Appends a run, and points to it from the rows that it has answered."""
+    """Appends a run, and links to it from the rows that it answers."""
     text = page.read_text().rstrip() + "\n\n" + section(result) + "\n"
     for key in answered(result):
         text = re.sub(rf"(?m)^(\| `{re.escape(key)}` \|.*\| )[^|]+\|$", rf"\g<1>run of {result['date']} |", text)
@@ -30,7 +30,7 @@ def append(page: Path, result: dict[str, Any]) -> None:
 
 
 def answered(result: dict[str, Any]) -> list[str]:
-    """Keys of what a run has answered: rows that were measured, files whose GPU tests passed, the order of backends."""
+    """Keys that a run answers: measured rows, files whose GPU tests passed, the order of backends."""
     if result["tiny"]:
         return []
     measured = [row["name"] for row in result["rows"] if "median_s" in row]
@@ -73,7 +73,7 @@ def _tests(result: dict[str, Any]) -> list[str]:
     others: dict[tuple[str, str, str], int] = {}
     for each in tests["tests"]:
         if each["outcome"] != "passed":
-            # cases of one test that have the same reason are one line
+            # cases of one test with the same reason share a line
             key = (each["name"].split("[")[0], each["outcome"], cell(each["reason"].removeprefix("Skipped: ")))
             others[key] = others.get(key, 0) + 1
     if others:
@@ -112,7 +112,7 @@ def _speed(result: dict[str, Any]) -> list[str]:
 
 
 def _ratios(rows: list[dict[str, Any]]) -> list[str]:
-    """Tokens/s of our quickest row of a size against the Trainer's quickest."""
+    """Tokens/s of our fastest row of a size against the Trainer's fastest."""
     measured = [row for row in rows if "median_s" in row]
     lines = []
     for size in dict.fromkeys(row["name"].split("-")[0] for row in measured):

@@ -1,4 +1,4 @@
-"""Processes with a time limit, and the packages they can import. Standard library only."""
+"""Processes with a time limit, and the packages that they can import. Standard library only."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Ended:
     """How a process ended.
 
     Attributes:
-        code: exit code; None where the time limit ended it.
-        log: its output.
+        code: exit code; None if the time limit ended the process.
+        log: output of the process.
     """
 
     code: int | None
@@ -54,7 +54,7 @@ class Ended:
 
 
 def run(words: list[str], *, log: Path, limit_s: float, env: dict[str, str]) -> Ended:
-    """Runs a command from the root of the repository in a session of its own; after the limit all of it is killed."""
+    """Runs a command from the repository's root in its own session; after the limit the whole session is killed."""
     with log.open("w") as output:
         process = subprocess.Popen(
             words, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -71,7 +71,7 @@ def run(words: list[str], *, log: Path, limit_s: float, env: dict[str, str]) -> 
 
 
 def environment(site: Path | None, *, tiny: bool) -> dict[str, str]:
-    """The variables of all processes: no network, one GPU (none where tiny), an allocator with expandable segments."""
+    """The variables of all processes: no network, one GPU (none if tiny), an allocator with expandable segments."""
     paths = [str(ROOT), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return {
@@ -87,9 +87,9 @@ def environment(site: Path | None, *, tiny: bool) -> dict[str, str]:
 
 
 def install_wheels(folder: Path, site: Path, *, log: Path, env: dict[str, str]) -> str:
-    """Installs all wheels of a folder into a local folder, without a network; returns what was done, or why not.
+    """Installs all wheels of a folder into a local folder, without a network; returns what it did, or why it could not.
 
-    Without their dependencies: the machine's own torch must stay the one that is measured.
+    Dependencies are left out: the machine's own torch must stay the measured one.
     """
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
@@ -103,7 +103,7 @@ def install_wheels(folder: Path, site: Path, *, log: Path, env: dict[str, str]) 
 
 
 def missing_packages(site: Path | None) -> dict[str, str]:
-    """Package that this Python does not have -> what is skipped because of that."""
+    """Package that this Python lacks -> what is skipped because of that."""
     if site is not None and str(site) not in sys.path:
         sys.path.insert(0, str(site))
         importlib.invalidate_caches()

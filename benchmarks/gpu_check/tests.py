@@ -1,6 +1,6 @@
 """Runs the tests with the marker `gpu`, and collects their outcomes even where a time limit ends them early.
 
-This module is also the pytest plugin that writes each outcome to the file named by `OUTCOMES`, as soon as it is known.
+This module is also the pytest plugin that writes each outcome, as soon as it is known, to the file in `OUTCOMES`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 def gpu_test_files() -> list[str]:
-    """The files with GPU tests; the one that starts whole runs last, since it takes longest."""
+    """The files with GPU tests; the file that starts complete runs is last, because it takes longest."""
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if _MARKED.search(path.read_text())]
     names = sorted(path.relative_to(ROOT).as_posix() for path in marked)
     return sorted(names, key=lambda name: name.endswith("test_gpu.py"))
 
 
 def run_tests(work: Path, *, limit_s: float, env: dict[str, str]) -> dict[str, Any]:
-    """Outcome, seconds and reason of every GPU test, and how pytest ended."""
+    """Runs the GPU tests; returns each one's outcome, seconds and reason, and how pytest ended."""
     outcomes = work / "tests.jsonl"
     outcomes.unlink(missing_ok=True)
     options = ["-m", "gpu", "-q", "-p", "benchmarks.gpu_check.tests", "-p", "no:cacheprovider"]
@@ -46,13 +46,13 @@ def _how(ended: Ended, limit_s: float) -> str:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Hook of pytest: a test was set up, called or torn down."""
+    """Records that a test was set up, called or torn down (pytest hook)."""
     if report.when == "call" or report.outcome != "passed":
         _write(report.nodeid, report.outcome, report.duration, report)
 
 
 def pytest_collectreport(report: Any) -> None:
-    """Hook of pytest: a file was collected. One that needs a missing package is listed as skipped."""
+    """Records a collected file (pytest hook); a file that needs a missing package is listed as skipped."""
     if report.failed:
         missing = _MISSING.search(str(report.longrepr))
         _write(report.nodeid, "skipped" if missing else "failed", 0.0, report)

@@ -1,6 +1,6 @@
 """The Hugging Face Trainer on the same model, tokens and batch, with its fastest plain settings.
 
-Plain means without packages of others: fused AdamW, bf16, TF32, torch's scaled dot product attention, torch.compile.
+Plain means without third-party packages: fused AdamW, bf16, TF32, torch's scaled dot product attention, torch.compile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LR = 1e-4
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """The samples of all steps in order, with labels as the Trainer wants them: the model shifts them."""
+    """The samples of all steps in order, with labels in the Trainer's form: the model shifts them."""
 
     def __init__(self, size: Size, steps: int) -> None:
         self._rows = torch.cat([tokens(size, step)[:, :-1] for step in range(steps)])
@@ -35,31 +35,31 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 class InOrder(Trainer):  # type: ignore[misc]
-    """Takes the samples in their order, so that the tokens of a step are ours."""
+    """A Trainer that takes samples in order: the tokens of a step are the same as ours."""
 
     def _get_train_sampler(self, *_args: Any, **_kwargs: Any) -> Any:
         return SequentialSampler(self.train_dataset)
 
 
 class Timed(TrainerCallback):  # type: ignore[misc]
-    """Tells the meter of every step's end."""
+    """Reports the end of every step to the meter."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """After the optimizer step."""
+        """Reports the end of an optimizer step."""
         self._meter.end_step()
 
 
 @contextmanager
 def opened(_device: torch.device) -> Iterator[None]:
-    """The Trainer opens what it needs itself."""
+    """Does nothing: the Trainer opens its own process group."""
     yield
 
 
 class Contestant:
-    """A model that is ready to be trained by the Trainer; arguments as in `ours.Contestant`."""
+    """A model ready for training by the Trainer; arguments as in `ours.Contestant`."""
 
     def __init__(self, size: Size, row: Row, *, micro: int, checkpointing: str, device: torch.device) -> None:
         self._size, self._row, self._micro, self._device = size, row, micro, device
@@ -74,7 +74,7 @@ class Contestant:
                 parameter.copy_(draw(name, tuple(parameter.shape), device))
 
     def train(self, meter: Meter) -> float:
-        """Makes the meter's steps; returns the mean loss in nats per token."""
+        """Runs the meter's steps; returns the mean loss in nats per token."""
         with tempfile.TemporaryDirectory() as work:
             arguments = TrainingArguments(output_dir=work, max_steps=meter.total, **self._settings())
             data, callbacks = Samples(self._size, meter.total), [Timed(meter)]

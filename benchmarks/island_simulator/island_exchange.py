@@ -1,17 +1,18 @@
-"""What an exchange between islands costs over links with latency: the mechanism, counted, and nothing fitted.
+"""Costs of an exchange between islands over links with latency: computed from the protocol, without fitted parameters.
 
-All round trips are two latencies of the slowest link. `pipeline.run.groups.islands` makes, one after the other:
+A round trip is two latencies of the slowest link. `pipeline.run.groups.islands` does the following in sequence:
 
-- the quorum: a connection to the lighthouse and a request on it;
-- where islands have come, left or failed since the last exchange, or that is long ago, a new process group: the store
-  of torch and the connections of gloo, in 7 + 4 (m - 1) round trips of m islands with a secret (counted between network
-  namespaces: 11, 15, 19 and 35 round trips of 2, 3, 4 and 8 islands);
-- an all-to-all, then an all-gather: gloo sends a message when it knows that the other side receives, one round trip
-  until the last byte of an empty one. Each island sends (m - 1) / m of its bytes in either.
+- forms the quorum: a connection to the lighthouse and a request on it;
+- makes a new process group, if islands have joined, left or failed since the last exchange, or it is long ago: torch's
+  store and gloo's connections, in 7 + 4 (m - 1) round trips for m islands with a secret (counted between network
+  namespaces: 11, 15, 19 and 35 round trips for 2, 3, 4 and 8 islands);
+- runs an all-to-all, then an all-gather. gloo sends a message once it knows that the receiver is ready: an empty
+  message takes one round trip. Each island sends (m - 1) / m of its bytes in either collective.
 
-The connections are new or have been idle, so that the all-to-all begins with TCP's slow start (RFC 6928: ten segments,
-twice as many in every round trip) until the round trip is filled; the all-gather finds them open. Linux begins afresh
-after an idle time (RFC 2861) with cubic, not with BBR, for which this is too long by some round trips in a kept group.
+The connections are new or have been idle. So the all-to-all begins with TCP's slow start (RFC 6928: ten segments, twice
+as many in every round trip) until the round trip is filled; for the all-gather they are open. After an idle time, Linux
+starts slowly again (RFC 2861) with cubic, but not with BBR: with BBR the estimate for a kept group is too long by some
+round trips.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipeline.plan.predict.links import Link
 QUORUM_ROUND_TRIPS = 2
 _FORM_ROUND_TRIPS, _PEER_ROUND_TRIPS = 7, 4
 _FIRST_WINDOW = 10 * 1448
-"""Bytes that a new TCP connection sends before it hears from the other side: ten segments of Ethernet's size."""
+"""Bytes that a new TCP connection sends before the first acknowledgement: ten Ethernet-sized segments."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Island:
     """One island.
 
     Attributes:
-        step_s: seconds of a local step, with the communication within the island.
-        link: to the other islands, one direction; of all ranks of the island together.
+        step_s: seconds of a local step, including communication within the island.
+        link: connection to the other islands, in one direction, for all ranks of the island together.
     """
 
     step_s: float
@@ -43,18 +44,18 @@ class Island:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What islands send each other.
+    """Data that islands send each other, and when.
 
     Attributes:
-        steps: local steps between two exchanges of the same parameter, H.
-        bytes: of what one island contributes to an exchange of all parameters, as it is sent.
-        collective: all_reduce (an island means a part of all and sends it to all, compressed or not:
+        steps: number of local steps between two exchanges of the same parameter, H.
+        bytes: bytes that one island sends as its contribution to an exchange of all parameters.
+        collective: all_reduce (each island averages a part and sends it to all, compressed or not:
             `pipeline.run.groups.islands.mean`), all_gather (every island gets all contributions), or none:
-            asynchronous, by the first island's site.
-        fragments: parts of the parameters, exchanged one after another within H steps.
-        delay: steps that an island goes on beside an exchange; at most steps / fragments.
-        state_bytes: that a late comer loads: weights and the outer optimizer's state.
-        compute_s: seconds of an exchange of all parameters that are an island's own arithmetic: pseudo-gradient,
+            asynchronous, through the first island's site.
+        fragments: number of parts of the parameters, exchanged one after another within H steps.
+        delay: number of steps that an island trains during an exchange; at most steps / fragments.
+        state_bytes: bytes that a replica joining late loads: weights and the outer optimizer's state.
+        compute_s: seconds of an island's own arithmetic in an exchange of all parameters: pseudo-gradient,
             quantization, mean, outer step.
     """
 
@@ -76,24 +77,24 @@ class Exchange:
 
 
 def form_s(count: int, latency_s: float, *, kept: bool = False) -> float:
-    """Seconds in which `count` islands agree on an exchange and connect, or find that they are connected: `kept`."""
+    """Seconds in which `count` islands form a quorum and connect; `kept`: they find themselves still connected."""
     forming = 0 if kept else _FORM_ROUND_TRIPS + _PEER_ROUND_TRIPS * (count - 1)
     return 2 * latency_s * (QUORUM_ROUND_TRIPS + forming)
 
 
 def new_connections_s(size: float, link: Link, *, connections: int = 1) -> float:
-    """Seconds until `size` bytes have left on each of some new TCP connections that share a link.
+    """Seconds until `size` bytes have been sent on each of several new TCP connections that share a link.
 
     Args:
-        size: bytes of each connection.
-        link: that they share, one direction.
-        connections: at the same time.
+        size: bytes per connection.
+        link: link that the connections share, in one direction.
+        connections: number of simultaneous connections.
     """
     round_trip, bandwidth = 2 * link.latency_s, link.bandwidth / connections
     full = bandwidth * round_trip
     if full <= _FIRST_WINDOW:
         return size / bandwidth
-    # after k round trips w (2^k - 1) bytes have left, w the first window
+    # after k round trips w (2^k - 1) bytes have been sent; w is the first window
     most = math.log2(full / _FIRST_WINDOW)
     needed = math.log2(size / _FIRST_WINDOW + 1)
     if needed <= most:
@@ -102,12 +103,12 @@ def new_connections_s(size: float, link: Link, *, connections: int = 1) -> float
 
 
 def exchange_s(islands: Sequence[Island], exchange: Exchange, *, kept: bool = False) -> float:
-    """Seconds of one exchange, of one fragment. All send at the same time, so that the slowest link counts.
+    """Seconds of one exchange of one fragment. All islands send at the same time: the slowest link counts.
 
     Args:
-        islands: that take part.
-        exchange: of which one fragment is sent; its collective is all_reduce or all_gather.
-        kept: whether they have the process group of the exchange before.
+        islands: islands that take part.
+        exchange: exchange whose fragment is sent; its collective is all_reduce or all_gather.
+        kept: whether the islands still have the process group of the exchange before.
     """
     m, own = len(islands), exchange.compute_s / exchange.fragments
     if m < 2:
@@ -136,16 +137,17 @@ def bytes_sent(count: int, exchange: Exchange) -> float:
 def data_parallel_step_s(
     islands: Sequence[Island], gradient_bytes: float, *, overlap: float = 2 / 3, all_reduces: int = 1
 ) -> float:
-    """Seconds of a step of plain data parallelism over the same links: a ring all-reduce of gradients in every step.
+    """Seconds of a plain data-parallel step over the same links, with a ring all-reduce of gradients in every step.
 
-    Its connections stay open. Each of m islands sends 2 (m - 1) messages in an all-reduce, one after the other, each
-    when it knows that the other side receives: a round trip.
+    The connections stay open. In an all-reduce each of m islands sends 2 (m - 1) messages in sequence, each once it
+    knows that the receiver is ready: one round trip.
 
     Args:
-        islands: whose slowest member every step waits for.
-        gradient_bytes: of all gradients.
-        overlap: share of a step beside which gradients are reduced: the backward pass.
-        all_reduces: of a step, one after the other: buckets of gradients, and the numbers that ranks agree on.
+        islands: islands; every step waits for the slowest.
+        gradient_bytes: bytes of all gradients.
+        overlap: share of a step during which gradients are reduced: the backward pass.
+        all_reduces: number of sequential all-reduces in a step: buckets of gradients, and the numbers on which ranks
+            agree.
     """
     slowest, m = max(island.step_s for island in islands), len(islands)
     links = [island.link for island in islands]

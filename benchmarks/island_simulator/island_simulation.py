@@ -1,19 +1,20 @@
-"""Simulates training on islands with slow links between them: rounds of local steps, exchanges, failures. No clock.
+"""Simulates training on islands behind slow links: rounds of local steps, exchanges, failures. No real time passes.
 
-An island trains H steps by itself (DiLoCo: Douillard et al. 2023, arXiv:2311.08105), then all exchange what they have
-learnt, and go on. Events are the ends of rounds and of exchanges; between two of them training is a known function of
-time, so that a week of 64 islands takes a moment.
+An island trains H steps alone (DiLoCo: Douillard et al. 2023, arXiv:2311.08105); then all islands exchange their
+updates and continue. Events are the ends of rounds and exchanges. Between two events training is a known function of
+time: a week of 64 islands takes a moment.
 
-- An exchange begins when the last participant has done its steps; what it costs: `island_exchange`. The process group
-  of the one before is kept where the participants are the same, and it was less than 200 s ago. With a delay of d
-  steps (Douillard et al. 2025, arXiv:2501.18512) an island goes on for d steps of the next round beside it, and waits
-  only if it takes longer.
-- With F fragments a part of the parameters is exchanged every H / F steps: as many bytes, in more exchanges.
-- Without waiting (asynchronous) an island sends its change to a holder of the weights and gets the newest ones back;
-  the holder's link serves one island after another.
-- Islands fail as a Poisson process, each by itself. What one has done since its last exchange is lost; the others wait
-  `detect_s` for it, once. It is back after `restart_s`, loads the state of a peer over its link in the next exchange,
-  and takes part from then on; three exchanges form a new group: without it, with it, and after its state was sent.
+- An exchange begins when the last participant has finished its steps; `island_exchange` computes its cost. The process
+  group of the exchange before is kept if the participants are the same and that exchange was less than 200 s ago. With
+  a delay of d steps (Douillard et al. 2025, arXiv:2501.18512) an island trains d steps of the next round during the
+  exchange, and waits only if the exchange takes longer.
+- With F fragments a part of the parameters is exchanged every H / F steps: the same bytes, in more exchanges.
+- Without waiting (asynchronous) an island sends its change to the holder of the weights and gets the newest weights
+  back; the holder's link serves one island after another.
+- Islands fail independently, as Poisson processes. The steps of a failed island since its last exchange are lost, and
+  the other islands wait `detect_s` for it, once. It restarts after `restart_s`, loads a peer's state over its link in
+  the next exchange, and takes part from then on. Three exchanges form a new group: without the island, with it, and
+  after its state was sent.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from pipeline.run.groups.islands.ledger import KEPT_NS
 
 @dataclass(frozen=True)
 class Failures:
-    """Of islands.
+    """Failures of islands.
 
     Attributes:
         mtbf_s: mean time between failures of one island.
-        detect_s: until the others go on without it.
-        restart_s: from a failure until it could train again.
+        detect_s: seconds until the other islands continue without a failed one.
+        restart_s: seconds from a failure until the island can train again.
     """
 
     mtbf_s: float = math.inf
@@ -45,14 +46,14 @@ class Failures:
 
 @dataclass
 class IslandTime:
-    """Where the time of all islands went, in seconds of one island.
+    """Time of all islands by its use, in seconds of one island.
 
     Attributes:
-        training: of steps that are in the model.
-        exchange: waiting for links.
-        waiting: for slower islands, and for the detection of dead ones.
-        lost: of steps that died with their island.
-        down: of islands that were dead, restarted, or waited to take part again.
+        training: seconds of steps that are in the model.
+        exchange: seconds of waiting for links.
+        waiting: seconds of waiting for slower islands, and for the detection of failed ones.
+        lost: seconds of steps that were lost when their island failed.
+        down: seconds in which islands had failed, restarted, or waited to take part again.
     """
 
     training: float = 0.0
@@ -73,12 +74,12 @@ class SimulatedIslands:
     """A simulated run.
 
     Attributes:
-        seconds: of the run.
-        time: where the time of the islands went.
-        steps: local steps of all islands that are in the model.
-        exchanges: that all participants have finished; asynchronous: of single islands.
-        bytes_sent: by the busiest island.
-        failures: of islands.
+        seconds: duration of the run.
+        time: use of the islands' time.
+        steps: number of local steps of all islands that are in the model.
+        exchanges: number of exchanges that all participants finished; if asynchronous, of single islands' exchanges.
+        bytes_sent: bytes that the busiest island sent.
+        failures: number of failures of islands.
     """
 
     seconds: float
@@ -90,7 +91,7 @@ class SimulatedIslands:
 
     @property
     def efficiency(self) -> float:
-        """Steps in the model over those of the same islands that never wait, exchange or fail."""
+        """Steps in the model, divided by the steps of the same islands if they never waited, exchanged or failed."""
         return self.time.shares()["training"]
 
 
@@ -100,11 +101,11 @@ def simulate_islands(
     """Simulates a run of a given length.
 
     Args:
-        islands: one or more; without waiting the weights are at the first one's site.
-        exchange: see there.
-        seconds: when the run ends; the round that is under way then is finished.
-        failures: of islands; none of them by default.
-        seed: of the failures.
+        islands: one or more islands; without waiting, the first one's site has the weights.
+        exchange: data and times of the exchanges.
+        seconds: time at which the run ends; the current round is finished.
+        failures: failures of islands; None for none.
+        seed: seed of the failures.
     """
     kind = _WithoutWaiting if exchange.collective == "none" else _Rounds
     return kind(islands, exchange, failures or Failures(), random.Random(seed)).run(seconds)
@@ -112,14 +113,14 @@ def simulate_islands(
 
 @dataclass
 class _Member:
-    """An island in the run.
+    """An island during the run.
 
     Attributes:
-        island: what it is.
-        dies: when it fails next.
-        began: until when its time is accounted for.
-        ahead: seconds of steps of the present round that it has done beside the exchange before it.
-        back: dead: when it could train again; None while it lives.
+        island: the simulated island.
+        dies: time of its next failure.
+        began: time up to which its use is recorded.
+        ahead: seconds of steps of the current round that it trained during the exchange before the round.
+        back: for a failed island, the time when it can train again; None otherwise.
     """
 
     island: Island
@@ -129,12 +130,12 @@ class _Member:
     back: float | None = None
 
     def done(self, steps: int) -> float:
-        """When it has done the steps of the present round."""
+        """Time at which the island has finished the current round's steps."""
         return self.began + steps * self.island.step_s - self.ahead
 
 
 class _Run:
-    """What both ways of exchanging share."""
+    """State and accounting that both ways of exchanging share."""
 
     def __init__(
         self, islands: Sequence[Island], exchange: Exchange, failures: Failures, numbers: random.Random
@@ -150,7 +151,7 @@ class _Run:
         return now + (self.numbers.expovariate(1 / mtbf) if mtbf < math.inf else math.inf)
 
     def _train(self, member: _Member, done: float, end: float) -> float:
-        """A round that counts, and what is done of the next one beside the exchange; returns the seconds idle."""
+        """Records a round that counts, and steps of the next round during the exchange; returns the idle seconds."""
         self.steps += self.between
         ahead = min(self.exchange.delay * member.island.step_s, end - done)
         self.time.training += done - member.began + ahead
@@ -158,7 +159,7 @@ class _Run:
         return end - done - ahead
 
     def _die(self, member: _Member) -> None:
-        """What it has done since its last exchange is lost."""
+        """Records a failure: the island's steps since its last exchange are lost."""
         self.failed += 1
         self.time.lost += max(0.0, member.dies - member.began) + member.ahead
         self.time.training -= member.ahead
@@ -166,24 +167,24 @@ class _Run:
         member.back = member.dies + self.failures.restart_s
 
     def _return(self, member: _Member, now: float, *, loads: bool) -> None:
-        """It trains again, once it has loaded a peer's state."""
+        """Lets an island train again, once it has loaded a peer's state."""
         loaded = now + (member.island.link.seconds(self.exchange.state_bytes) if loads else 0.0)
         self.time.down += loaded - member.began
         member.began, member.back, member.dies = loaded, None, self._next_failure(loaded)
 
 
 class _Rounds(_Run):
-    """All participants exchange together."""
+    """Simulation in which all participants exchange together."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.group, self.group_used = list[_Member](), -math.inf  # of the last exchange; when it ended
+        self.group, self.group_used = list[_Member](), -math.inf  # group of the last exchange; its end
 
     def run(self, seconds: float) -> SimulatedIslands:
         now = sent = 0.0
         while now < seconds:
             alive = [member for member in self.members if member.back is None]
-            if not alive:  # the first one that is back goes on from its checkpoint
+            if not alive:  # the first island to return continues from its checkpoint
                 first = min(self.members, key=lambda member: member.back or 0.0)
                 now = max(now, first.back or 0.0)
                 self._return(first, now, loads=False)
@@ -201,7 +202,7 @@ class _Rounds(_Run):
             for member in here:
                 own = done[id(member)]
                 idle = self._train(member, own, now)
-                # what it goes on with runs beside the others' steps first, then beside the exchange
+                # steps of the next round run first while others still train, then during the exchange
                 waited = min(idle, max(0.0, ready - own - member.ahead))
                 self.time.waiting += waited
                 self.time.exchange += idle - waited
@@ -210,7 +211,7 @@ class _Rounds(_Run):
         return SimulatedIslands(now, self.time, self.steps, self.exchanges, sent, self.failed)
 
     def _gathered(self, alive: list[_Member], done: dict[int, float]) -> tuple[list[_Member], float, float]:
-        """Who takes part in an exchange, when it begins and ends; those that die before or in it do not."""
+        """Participants, begin and end of an exchange; islands that fail before or during it are left out."""
         here = list(alive)
         ready = end = max(done.values())
         while here:
@@ -226,18 +227,18 @@ class _Rounds(_Run):
         return here, ready, end
 
     def _joining(self, ready: float) -> list[_Member]:
-        """Who is back when an exchange begins, and takes a state in it."""
+        """The islands that have returned when an exchange begins, and load a state in it."""
         return [member for member in self.members if member.back is not None and member.back <= ready]
 
     def _end(self, here: list[_Member], ready: float) -> float:
-        """Of an exchange that begins at `ready`."""
+        """The end of an exchange that begins at `ready`."""
         same = [id(member) for member in here] == [id(member) for member in self.group] and not self._joining(ready)
         kept = same and ready - self.group_used < KEPT_NS / 1e9
         return ready + exchange_s([member.island for member in here], self.exchange, kept=kept)
 
 
 class _WithoutWaiting(_Run):
-    """Every island sends and gets by itself; the holder's link serves one after another, in both directions."""
+    """Simulation in which every island exchanges alone; the holder's link serves one at a time, both ways."""
 
     def run(self, seconds: float) -> SimulatedIslands:
         now = free = 0.0
@@ -256,7 +257,7 @@ class _WithoutWaiting(_Run):
             if member is not holder:
                 own = member.island.link
                 takes = size / min(own.bandwidth, holder.island.link.bandwidth)
-                free = max(done, free) + takes  # the changes have come; the weights go back
+                free = max(done, free) + takes  # the changes have arrived; the weights are sent back
                 end = free + 2 * own.latency_s + takes
                 sent[i] += size
                 sent[0] += size

@@ -1,7 +1,7 @@
 """Encodes conversations as token ids with a loss mask: 1 for tokens that the assistant generates, 0 elsewhere.
 
-It uses the reference of the tokenizer (`load.reference_of`), which returns each token's offset in the text; the fast
-engines do not. The ids are those of `apply_chat_template`.
+It uses the tokenizer's reference library (`load.reference_of`), which returns each token's offset in the text, unlike
+the fast engines. The ids are those of `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class EncodedConversation:
         text: text rendered by the chat template.
         ids: uint32 [n], token ids.
         mask: uint8 [n], loss mask: 1 for tokens that count in the loss.
-        end_learnt: whether an EOS appended to it counts in the loss: if it replaces one that does, or if no other token
-            ends the assistant's last turn.
-        blanks: number of blank tokens at its end, such as the line end behind `<|im_end|>`.
+        end_learnt: whether an EOS appended to the conversation counts in the loss: it replaces an EOS that does, or no
+            other token ends the assistant's last turn.
+        blanks: number of blank tokens at the end, such as the line end behind `<|im_end|>`.
         unprinted: field that leaves no trace in the text -> number of messages that have it.
     """
 
@@ -46,9 +46,9 @@ class EncodedConversation:
     unprinted: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, before: Sequence[int], after: Sequence[int]) -> EncodedConversation:
-        """Removes the template's BOS and EOS if the same ids are put around every document, with blanks after EOS.
+        """Removes the template's BOS and EOS, with blanks after EOS, if the same ids are put around every document.
 
-        Otherwise a document would begin with two and end with two, which no other text has.
+        Otherwise a document would begin and end with two of them, unlike any other text.
 
         Args:
             before, after: ids put before and after a document; at most one each.
@@ -106,11 +106,11 @@ class ChatEncoder:
         return EncodedConversation(rendered.text, ids, mask, end_learnt, blanks, rendered.unprinted)
 
     def learns_to_stop(self, *, append_eos: bool) -> bool:
-        """Whether a token that ends the assistant's turn counts in the loss, shown by a conversation of two turns."""
+        """Whether a token that ends the assistant's turn counts in the loss, in a conversation of two turns."""
         turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         try:
             encoded = self.encode(conversation_line([*turn, *turn]), everything=False)
-        except ConversationError:  # the template takes other conversations only
+        except ConversationError:  # the template only takes other conversations
             return True
         return (append_eos and encoded.end_learnt) or bool(np.isin(encoded.ids[encoded.mask == 1], self._special).any())
 
@@ -130,7 +130,7 @@ def check_no_special_tokens(value: Any, forbidden: Sequence[str], *, where: str)
         where: subject of the error message, e.g. "a message".
 
     Raises:
-        ConversationError: one of them occurs.
+        ConversationError: a special token or marker occurs.
     """
     for text in _strings(value):
         if found := next((token for token in forbidden if token in text), None):
@@ -154,7 +154,7 @@ def compile_template(source: str, tokens: Mapping[str, str | None], **about: Any
 
 
 def read_template(folder: Path) -> str:
-    """The chat template of a tokenizer folder.
+    """Reads the chat template of a tokenizer folder.
 
     Raises:
         DataError: the folder has none.
@@ -163,7 +163,7 @@ def read_template(folder: Path) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = read_config(folder).get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str):
         raise missing_template_error()
@@ -179,7 +179,7 @@ def missing_template_error() -> DataError:
 def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     """The special tokens that a chat template may use, from the contents of tokenizer_config.json.
 
-    Like in transformers: every key `..._token` that names a token, and the named tokens of the model's own.
+    As in transformers: every key `..._token` that names a token, and the model's own named tokens.
     """
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
@@ -188,7 +188,7 @@ def template_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _encoder(folder: Path, tokenizer: Any) -> Callable[[str], tuple[npt.NDArray[np.uint32], Offsets]]:
-    """Makes a function that returns the ids of a text and the characters of each."""
+    """Makes a function that returns the ids of a text and the characters of each id."""
     if reference_of(folder) == "sentencepiece":
         from data_prep.tokenizer.sentencepiece_engine import SentencepieceEngine  # noqa: PLC0415 - few jobs need it
 
@@ -205,12 +205,12 @@ def _learnt_spans(rendered: Rendered, messages: Messages, *, everything: bool) -
     """The spans that count in the loss: the assistant's messages with a `weight` other than 0, or all of the text.
 
     Raises:
-        ConversationError: a weight is neither 0 nor 1, does not fit `everything`, or cannot be related to a span; or a
-            message is left out by another tool's key.
+        ConversationError: a weight is neither 0 nor 1, does not fit `everything`, or cannot be related to a span; or
+            another tool's key leaves a message out.
     """
     for message in messages:
         for key in _OTHER_WEIGHTS:
-            if key in message and message[key] in (0, "0"):  # false among them
+            if key in message and message[key] in (0, "0"):  # includes false
                 raise ConversationError(f'a message has "{key}": {message[key]!r}: write "weight": 0 to leave it out')
     weights = [m.get("weight") for m in messages if m.get("role") == "assistant"]
     if unknown := [weight for weight in weights if weight not in (None, 0, 1)]:
@@ -239,9 +239,9 @@ def learn_ends(
 ) -> bool:
     """Sets the loss mask of the special token that ends a turn, if it follows the assistant's span.
 
-    A span that ends in a special token (blanks may follow) is left as it is. After any other, the model would never
-    learn to stop: the special token that follows at once or after blanks is learnt, with these: an end of turn behind
-    the generation block, or the next role's token where a template has no end of turn.
+    A span that ends in a special token (blanks may follow) stays unchanged. After any other span, the model would never
+    learn to stop. So the special token that follows directly or after blanks is learnt, with these blanks: an end of
+    turn behind the generation block, or the next role's token where a template has no end of turn.
 
     Args:
         mask: uint8 [n], changed in place.
@@ -251,7 +251,7 @@ def learn_ends(
         special: [n], whether a token is special.
 
     Returns:
-        Whether only blanks follow the last span, and no special token ends it: then EOS has to be learnt.
+        Whether only blanks follow the last span, and no special token ends it: then EOS must count in the loss.
     """
     starts = np.array([start for start, _ in offsets], np.int64)
     for first, end in spans:
@@ -274,8 +274,8 @@ def learn_ends(
 def _assistant_mask(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
     """The loss mask: 1 for tokens that share a character with a span of the assistant.
 
-    A token that begins before the span, such as a blank of the template with the answer's first word, is learnt, as in
-    the mask of transformers: the answer's first word has no other token.
+    A token that begins before the span, such as a template's blank joined to the answer's first word, counts, as in the
+    mask of transformers: no other token has that word.
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), np.uint8)

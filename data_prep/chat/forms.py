@@ -1,4 +1,4 @@
-"""Rewrites values of messages in OpenAI's forms that a chat template cannot print.
+"""Rewrites values of messages in forms of OpenAI's that a chat template cannot print.
 
 A message may have no content (null) or a list of parts, and the arguments of a tool call may be a string of JSON or an
 object. Templates take some of these forms and print others as Python's own text (`None`, `[{'type': ...}]`) or as JSON
@@ -20,10 +20,10 @@ from foundation.foreign_json import json_row
 Messages = Sequence[Mapping[str, Any]]
 
 NEEDED = frozenset({"content", "tool_calls", "function_call"})
-"""Fields that a rendering must show: a conversation that loses them is not trained on."""
+"""Fields that a rendering must show: a conversation that loses one is not trained on."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of an answer's reasoning; transformers copies the first one given to all of them (5.23,
-`_alias_reasoning_fields`)."""
+"""Names of the field with an answer's reasoning; transformers copies the first of them that is given to all of them
+(5.23, `_alias_reasoning_fields`)."""
 _OTHER = "\U0010fff3"
 _NEVER_PRINTED = frozenset({"role", "weight", "train", "loss_mask"})
 
@@ -33,8 +33,9 @@ class _Form:
     """A form of a value.
 
     Attributes:
-        change: returns the messages with another form in its place; equal ones if no message has it.
-        misprints: returns texts that occur more often in a rendering if the template cannot print the form.
+        change: function that returns the messages with another form in its place; equal messages if none has the form.
+        misprints: function that returns texts that occur more often in a rendering if the template cannot print the
+            form.
     """
 
     change: Callable[[Messages], list[Any]]
@@ -42,11 +43,11 @@ class _Form:
 
 
 def fit(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """Changes the form of values that a template cannot print.
+    """Changes the form of values that the template cannot print.
 
     Args:
         messages: messages of a conversation, unchanged.
-        render: returns the text of messages; raises ConversationError.
+        render: function that returns the text of messages; raises ConversationError.
 
     Raises:
         ConversationError: a part of a message is not text.
@@ -82,9 +83,9 @@ def lost_reasoning(messages: Messages, text: str) -> int:
 def doubtful_fields(messages: Messages, text: str) -> Iterator[tuple[str, list[int]]]:
     """Yields fields that may have left no trace in a rendering: their name, and the numbers of messages with them.
 
-    Contents and reasoning come one by one, unless their words are in the text; any other field that is not empty comes
-    for all messages at once. The three names of reasoning are one field, `reasoning`. The content of a message with
-    tool calls, and of any that is not the user's or the assistant's, has the role in its name.
+    Contents and reasoning are yielded one by one, unless their words are in the text. Any other non-empty field is
+    yielded for all messages at once. The three names of reasoning are one field, `reasoning`. A content's name includes
+    the role, if the message has tool calls or is neither the user's nor the assistant's.
     """
     others: dict[str, list[int]] = defaultdict(list)
     for i, message in enumerate(messages):
@@ -100,7 +101,7 @@ def doubtful_fields(messages: Messages, text: str) -> Iterator[tuple[str, list[i
 
 
 def without(messages: Messages, name: str, which: Sequence[int]) -> list[Any]:
-    """Removes a field named by `doubtful_fields` from some messages; a content is replaced by another."""
+    """Removes a field named by `doubtful_fields` from some messages; replaces a content by another."""
     gone = _REASONING if name == "reasoning" else (name,)
     other = {"content": _OTHER} if name.startswith("content") else {}
     return [
@@ -112,7 +113,7 @@ def without(messages: Messages, name: str, which: Sequence[int]) -> list[Any]:
 def _text(render: Callable[[Messages], str], messages: Messages) -> str | None:
     try:
         return render(messages)
-    except ConversationError:  # fit's caller renders what it returns, and gets the error then
+    except ConversationError:  # fit's caller renders the result, and gets the error then
         return None
 
 

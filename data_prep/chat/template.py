@@ -1,9 +1,9 @@
 """Chat templates: renders a conversation as text and finds the spans that the assistant generates (for the loss mask).
 
-Chat templates are Jinja templates, run as Hugging Face's `apply_chat_template` does: sandboxed, with `trim_blocks` and
+Chat templates are Jinja templates, run as by Hugging Face's `apply_chat_template`: sandboxed, with `trim_blocks` and
 `lstrip_blocks`, loop controls, `raise_exception`, a `tojson` that keeps non-ASCII characters, and `{% generation %}`
-blocks around the assistant's output. `strftime_now` gives the date that the config names, and is refused without one. A
-template without such blocks is rendered turn by turn.
+blocks around the assistant's output. `strftime_now` gives the date that the config names; without a date it is refused.
+A template without generation blocks is rendered turn by turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rendered:
 
 
 class _GenerationBlock(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`; `found` is whether the template has one."""
+    """The block `{% generation %} ... {% endgeneration %}`; `found`: whether the template has one."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
     found = False
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        tokens: variables of the template: `bos_token`, `eos_token` and the like; one that is None is undefined.
+        tokens: variables of the template, such as `bos_token` and `eos_token`; a variable that is None is undefined.
         special: texts of the tokenizer's special tokens.
         date: date that `strftime_now` formats, e.g. "2026-01-31"; None refuses templates that need it.
 
@@ -130,12 +130,12 @@ class ChatTemplate:
             raise ConversationError(_message(error)) from None
 
     def _unprinted(self, messages: forms.Messages, tools: Sequence[Any] | None, text: str) -> Counter[str]:
-        """Counts messages by field without which the text stays the same."""
+        """Counts messages, by field, that render to the same text without the field."""
 
         def is_text(messages: forms.Messages, tools: Sequence[Any] | None) -> bool:
             try:
                 return _MARKER.sub("", self._render(messages, tools)) == text
-            except ConversationError:  # it asks for the field
+            except ConversationError:  # the template requires the field
                 return False
 
         found = Counter(reasoning=forms.lost_reasoning(messages, text), tools=bool(tools) and is_text(messages, None))
@@ -145,7 +145,7 @@ class ChatTemplate:
         return +found
 
     def _turn_by_turn(self, messages: forms.Messages, tools: Sequence[Any] | None) -> Rendered:
-        """Renders turn by turn: an assistant's span is what its turn adds to the text with a generation prompt."""
+        """Renders turn by turn: an assistant's span is the text that its turn adds after a generation prompt."""
         whole = self._render(messages, tools)
         if _MARKER.search(whole):
             raise ConversationError(
@@ -157,9 +157,9 @@ class ChatTemplate:
     def _span(self, whole: str, messages: forms.Messages, i: int, tools: Sequence[Any] | None) -> tuple[int, int]:
         """The span of message `i` in the text of the whole conversation.
 
-        Two things that templates write at the end of a text do not hold for a turn within it: a generation prompt that
-        has more than the turn begins with (`<think>`), and other special tokens at its end (a closing EOS). There the
-        span ends where the two texts part.
+        Templates write two things at the end of a text that a turn within it lacks: a generation prompt with more than
+        the turn's beginning (`<think>`), and other special tokens at its end (a closing EOS). There the span ends where
+        the two texts differ.
 
         Raises:
             ConversationError: the turn, or one before it, is rendered differently in the whole conversation.
@@ -170,7 +170,7 @@ class ChatTemplate:
             return len(before), len(after)
         start, end = len(before), self._shared(after, whole)
         earliest = self._shared(before, self._render(messages[:i], tools)) if i else 0
-        if not after.startswith(before):  # what was said may begin as the prompt goes on
+        if not after.startswith(before):  # the turn may begin like the rest of the prompt
             signed = self._render([*messages[:i], {**messages[i], "content": _SIGNS[0]}], tools)
             start = self._shared(after, before, signed)
         if start < earliest or self._closing.sub("", after[end:]):
@@ -179,7 +179,7 @@ class ChatTemplate:
         return start, end
 
     def _shared(self, text: str, *others: str) -> int:
-        """The number of characters that a text shares with others at its beginning, without a part of a special token.
+        """Number of leading characters that a text shares with others, without a part of a special token.
 
         Special tokens often have the same first characters (`<|`).
         """
@@ -190,8 +190,8 @@ class ChatTemplate:
     def _before_first(self, after: str, tools: Sequence[Any] | None) -> str:
         """The text that a template writes before an assistant's opening message, such as a system prompt.
 
-        Many templates fail without any message. So it is the beginning that the rendering shares with two others, of
-        contents that have no character in common.
+        Many templates fail without any message. So it is the common beginning of the rendering and two others, whose
+        contents have no character in common.
         """
         others = (self._render([{"role": "assistant", "content": sign}], tools) for sign in _SIGNS)
         return after[: self._shared(after, *others)]
@@ -213,7 +213,7 @@ def _extract_spans(text: str) -> Rendered:
 
 def _message(error: Exception) -> str:
     message = str(error)
-    if isinstance(error, TemplateError) and message:  # often written by the template's author
+    if isinstance(error, TemplateError) and message:  # the template's author often wrote it
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

@@ -47,7 +47,7 @@ class UrlBlocklist:
 
 
 class WordBlocklist:
-    """The cleaning step of `WordBlocklistSection`; ignores case; no letter or digit may be next to a match."""
+    """The cleaning step of `WordBlocklistSection`. It ignores case, and no letter or digit may be next to a match."""
 
     def __init__(self, section: WordBlocklistSection, *, field: str) -> None:
         terms = sorted({term.lower() for term in read_entries(section.words, field=f"{field}.words")})

@@ -42,7 +42,7 @@ class Dropped:
 
     Attributes:
         step: label of the step.
-        reason: short phrase from a fixed set, by which the manifest counts.
+        reason: short phrase from a fixed set; the manifest counts drops by it.
     """
 
     step: str
@@ -74,7 +74,7 @@ class Chain:
 
         Args:
             text: the text.
-            fields: values of those of `self.fields` that the record has.
+            fields: values of the record's fields among `self.fields`.
         """
         document = Document(text)
         for name, rule in self._rules:
@@ -116,7 +116,7 @@ def record_fields(steps: Sequence[config.StepSection]) -> tuple[str, ...]:
 
 
 def step_label(section: config.StepSection) -> str:
-    """Label of a step in counts of drops and edits: its name, with the class name for a filter of datatrove."""
+    """Label of a step in counts of drops and edits: its name; for a filter of datatrove, with the class name."""
     return f"datatrove.{section.filter}" if isinstance(section, config.DatatroveSection) else section.step
 
 
@@ -140,7 +140,7 @@ class _RuleFactory:
         self._splitters: dict[WordKind, Splitter] = {"whitespace": WHITESPACE, "punctuation": PUNCTUATION}
 
     def make(self, section: config.StepSection, *, field: str) -> Rule:
-        """The rule of a section."""
+        """Makes the rule of a section."""
         match section:
             case config.UnicodeSection():
                 return Repair(section, field=field)

@@ -1,4 +1,4 @@
-"""Character classes of a text as numpy arrays, so that words are found without a Python object per character."""
+"""Character classes of a text as numpy arrays, to find words without a Python object per character."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPECIAL = {
     **dict.fromkeys("-~|/\\^", STROKE),
 }
 
-# cache, 0 for a character not seen yet: computing all of them takes a second
+# cache; 0 for unseen characters: computing all classes takes a second
 _KINDS: Kinds = np.zeros(0x110000, np.uint8)
 
 

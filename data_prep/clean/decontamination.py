@@ -1,7 +1,7 @@
 """Decontamination: drops texts that share an n-gram with evaluation data (Brown et al. 2020, arXiv 2005.14165, app. C).
 
-Both sides are normalized alike: lower case, words are runs of letters and digits, so punctuation and line breaks do not
-matter. Evaluation texts of less than n words cannot be found.
+Both sides are normalized alike: lower case, and words are runs of letters and digits. Punctuation and line breaks do
+not matter. Evaluation texts of less than n words cannot be found.
 """
 
 from __future__ import annotations

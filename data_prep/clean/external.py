@@ -33,7 +33,7 @@ class Datatrove:
         theirs = self._document_class(text=document.text, id="", metadata=metadata)
         try:
             result = self._filter.filter(theirs)
-        except Exception as error:  # an exception of a filter drops this text only
+        except Exception as error:  # an exception of a filter drops only this text
             return f"failed: {type(error).__name__}"
         kept, reason = result if isinstance(result, tuple) else (result, None)
         if not kept:

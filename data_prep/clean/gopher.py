@@ -1,7 +1,7 @@
 """Gopher filters: repetition and quality (Rae et al. 2021, arXiv 2112.11446, appendix A1.1).
 
-Fractions are computed as in datatrove, so that thresholds have the same meaning: the denominator is the characters of
-the whole text, a paragraph ends at two or more line feeds, and repeated n-grams do not overlap.
+Fractions are computed as in datatrove, to give thresholds the same meaning: the denominator is the characters of the
+whole text, a paragraph ends at two or more line feeds, and repeated n-grams do not overlap.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class GopherRepetition:
             return None
         pairs = max_weight_bound(words.ngrams.of(2), before[2:] - before[:-2] + 1)
         for n, limit in self._top:
-            # upper bound: an n-gram is at most as long as its n - 1 word pairs, and each of them is at least as
-            # frequent
+            # upper bound: an n-gram is at most as long as its n - 1 word pairs, each of which is at least as frequent
             if (
                 pairs * (n - 1) > limit * total
                 and _top_characters(words, before, n, at_most=limit * total) > limit * total
@@ -82,7 +81,7 @@ class GopherRepetition:
         for n in range(shortest, self._repeated[-1][0] + 1):
             if n > shortest:
                 starts, keys = _longer(words, starts, keys, n)
-            # the words of a repeated longer n-gram are in repeated shorter ones, so most texts return at once
+            # words of a repeated longer n-gram are also in repeated shorter ones: most texts return at once
             if not len(starts) or _covered(words, starts, n) <= min(limits.values()) * total:
                 return None
             limit = limits.get(n, 1.0) * total
@@ -135,7 +134,7 @@ class GopherQuality:
         if _above(ellipses, words, section.max_ellipses):
             return "too many ellipses"
         lines = string.splitlines()
-        # the count in the whole text is an upper bound of the lines that begin or end so, which are slow to check
+        # the count in the whole text is an upper bound: checking how each line begins and ends is slow
         bullet_characters = string.count("-") + string.count("•")
         if _above(bullet_characters, len(lines), section.max_bullet_lines):
             bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
@@ -170,7 +169,7 @@ def _above(part: int, whole: int, limit: float | None) -> bool:
 
 
 def _duplicates(elements: list[str]) -> tuple[int, int]:
-    """Number of elements that repeat an earlier one, and of their characters."""
+    """Number of elements that repeat an earlier one, and of the characters in them."""
     unique = set(elements)
     if len(unique) == len(elements):
         return 0, 0
@@ -192,7 +191,7 @@ def _top_characters(words: Words, before: Ints, n: int, *, at_most: float) -> fl
 
 
 def _longer(words: Words, starts: Ints, keys: Keys, n: int) -> tuple[Ints, Keys]:
-    """The repeated n-grams, found among the repeated (n-1)-grams: first words and keys."""
+    """First words and keys of the repeated n-grams, found among the repeated (n-1)-grams."""
     complete = starts + n <= len(words.length)
     starts, keys = starts[complete], keys[complete]
     keys = words.ngrams.longer(keys, starts, n=n)
@@ -201,7 +200,7 @@ def _longer(words: Words, starts: Ints, keys: Keys, n: int) -> tuple[Ints, Keys]
 
 
 def _covered(words: Words, starts: Ints, n: int) -> int:
-    """Number of characters of the words that are within the n-grams that start at `starts`."""
+    """Number of characters in words within the n-grams that start at `starts`."""
     inside = np.zeros(len(words.length) + 1, np.int32)
     inside[starts] += 1
     inside[starts + n] -= 1

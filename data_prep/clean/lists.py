@@ -13,7 +13,7 @@ from foundation.errors import ConfigError
 
 
 def read_entries(paths: Sequence[str], *, field: str) -> list[str]:
-    """The stripped lines of all files, without empty lines and comments (lines that start with #).
+    """Reads the stripped lines of all files, without empty lines and comments (lines that start with #).
 
     Raises:
         ConfigError: a file is missing, or no file has an entry.
@@ -28,7 +28,7 @@ def read_entries(paths: Sequence[str], *, field: str) -> list[str]:
 
 
 def evaluation_texts(path: str, *, fields: Sequence[str] | None, field: str) -> Iterator[str]:
-    """The texts of an evaluation file: all strings in the records of a .jsonl, at any depth; other files as one text.
+    """The texts of an evaluation file: all strings in the records of a .jsonl, at any depth; another file is one text.
 
     Args:
         path: the file; .gz is decompressed.

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]
 
-_BASE = 0xD6E8FEB86659FD93  # any odd number suffices: keys of words are already well mixed
+_BASE = 0xD6E8FEB86659FD93  # any odd number is enough: keys of words are already well mixed
 
 
 class NGrams:
@@ -32,7 +32,7 @@ class NGrams:
         return self._of[n]
 
     def longer(self, keys: Keys, starts: npt.NDArray[np.int64], *, n: int) -> Keys:
-        """Keys of the n-grams that start at `starts`, given `keys`, those of their first n - 1 words."""
+        """Keys of the n-grams that start at `starts`; `keys` are the keys of their first n - 1 words."""
         return keys * np.uint64(_BASE) + self._of[1][starts + (n - 1)]
 
 
@@ -65,7 +65,7 @@ class KeySet:
 
 
 def repeated(keys: Keys) -> npt.NDArray[np.bool_]:
-    """Whether each key occurs more than once: bool[keys]."""
+    """bool[keys]: whether each key occurs more than once."""
     ordered = np.sort(keys)
     same = ordered[1:] == ordered[:-1]
     if not same.any():
@@ -78,9 +78,9 @@ def repeated(keys: Keys) -> npt.NDArray[np.bool_]:
 
 
 def max_weight_bound(keys: Keys, weights: npt.NDArray[np.int64]) -> float:
-    """Upper bound of any key's total weight: keys are hashed into 4 to 8 times as many buckets as there are keys.
+    """Upper bound of any key's total weight: keys are hashed into 4 to 8 times as many buckets as keys.
 
-    It is much cheaper than the exact sums, and nearly always suffices to show that none exceeds a limit.
+    It is much cheaper than the exact sums, and nearly always enough to show that no key exceeds a limit.
 
     Args:
         keys: uint64[keys], well mixed.

@@ -1,7 +1,7 @@
 """PII masking: replaces email addresses and public IP addresses.
 
-Replacements are constant: datatrove takes them from a list in turn, so that its output depends on earlier texts. The
-patterns are tried only near an @, dots or colons, since trying them everywhere takes ten times as long.
+Replacements are constant; datatrove takes them from a list in turn, and its output depends on earlier texts. The
+patterns are tried only near an @, dots or colons: trying them everywhere takes ten times as long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_prep.config.cleaning import PIISection
 
 _LOCAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+/=?^_`{|}~-."
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# a host name that ends in a top-level domain, so that package@1.2.3 is not masked
+# a host name that ends in a top-level domain: package@1.2.3 is not masked
 _DOMAIN = re.compile(rf"@(?:{_LABEL}\.)+(?:[A-Za-z]{{2,63}}|xn--[A-Za-z0-9-]{{2,59}})(?![\w-])")
 # RFC 5322's dot-atom
 _ATOMS = re.compile(r"[\w!#$%&'*+/=?^`{|}~-]+(?:\.[\w!#$%&'*+/=?^`{|}~-]+)*\Z", re.ASCII)

@@ -1,5 +1,4 @@
-"""Unicode normalization and mojibake repair: the output of ftfy, with a fast path for texts that it would not
-change."""
+"""Unicode normalization and mojibake repair: ftfy's output, with a fast path for texts that ftfy would not change."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Repair:
         """Implements `chain.Rule`."""
         if self._is_unchanged(document.text):
             return document
-        # "auto" keeps entities from the first line with a "<" on
+        # "auto" keeps entities from the first line with a "<" onwards
         tag = document.text.find("<") if self._section.html_entities == "auto" else -1
         start = len(document.text) if tag < 0 else document.text.rfind("\n", 0, tag) + 1
         after = self._config._replace(unescape_html=False)
@@ -80,6 +79,6 @@ class Repair:
             return False
         if _REMOVED.search(text) or (form is not None and not unicodedata.is_normalized(form, text)):
             return False
-        # ASCII lines are never mojibake, and the test is slow; the line feed is part of its input
+        # ASCII lines are never mojibake, and the test for it is slow; the line feed is part of the test's input
         suspects = "".join([f"{line}\n" for line in text.split("\n") if not line.isascii()])
         return not section.mojibake or not self._is_bad(suspects)

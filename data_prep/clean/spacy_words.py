@@ -1,7 +1,7 @@
 """Words by spaCy's English tokenizer, as in datatrove, with a cache per whitespace-separated piece of text.
 
-spaCy's tokens of a piece without whitespace depend on the piece alone, and texts repeat themselves: nearly all pieces
-of a page are in the cache.
+spaCy's tokens of a piece without whitespace depend only on the piece, and texts repeat themselves: nearly all pieces of
+a page are in the cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Word segmentation: the words of a text, with their lengths, flags and 64-bit keys.
 
-The Gopher paper (Rae et al. 2021, appendix A1.1) does not define a word. Dolma and RedPajama split at whitespace;
-FineWeb used tokens of NLTK, later of spaCy, which separate punctuation. The same thresholds then mean different things:
+The Gopher paper (Rae et al. 2021, appendix A1.1) does not define a word. Dolma and RedPajama split at whitespace.
+FineWeb used tokens of NLTK, later of spaCy, which separate punctuation. So the same thresholds mean different things:
 if every tenth character is punctuation, a text has about twice as many words.
 
-Everything is computed by numpy over the text's characters: a dictionary lookup per word costs 170 ns, a cache miss,
-before anything is computed about the word.
+numpy computes everything from the text's characters: a dictionary lookup per word alone costs 170 ns, a cache miss.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from data_prep.clean.ngrams import Keys, NGrams
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 JoinRule = Callable[[int, int, int, int], bool]
-"""Whether the second and third of four consecutive characters, given by their classes, belong to one word."""
+"""Function that tells whether the second and third of four consecutive characters, given by class, are in one word."""
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it is invertible modulo 2^64
 _BLOCK = 1 << 20  # characters hashed at a time: bounds the memory for very long texts
@@ -35,8 +34,8 @@ class Words(NamedTuple):
 
     Attributes:
         length: int64[words], in characters.
-        plain: bool[words], whether it contains more than punctuation and symbols.
-        letters: bool[words], whether it contains a letter.
+        plain: bool[words], whether the word contains more than punctuation and symbols.
+        letters: bool[words], whether the word contains a letter.
         ngrams: keys of the words and n-grams.
     """
 
@@ -57,11 +56,11 @@ class Splitter(Protocol):
 
 
 class CharacterSplitter:
-    """Splits a text into runs of characters; whether two characters are joined depends on them and their neighbors.
+    """Splits a text into runs of characters; two characters and their neighbors decide whether the two are joined.
 
     Args:
         inside: classes of the characters that can be in words.
-        joined: whether a pair of such characters belongs to one word.
+        joined: function that tells whether a pair of these characters belongs to one word.
     """
 
     def __init__(self, inside: frozenset[int], joined: JoinRule) -> None:
@@ -74,7 +73,7 @@ class CharacterSplitter:
         code = kind.codes(text)
         kinds = kind.kinds(code)
         starts, ends = self._bounds(kinds)
-        # reduceat includes the characters up to the next word, which have none of these flags if they are whitespace
+        # reduceat includes the characters up to the next word: whitespace has none of these flags
         flags = np.bitwise_or.reduceat(kinds, starts) if len(starts) else np.empty(0, np.uint8)
         keys = word_keys(code, starts, ends)
         return Words(ends - starts, (flags & kind.PLAIN) != 0, (flags & kind.LETTER) != 0, NGrams(keys))
@@ -134,7 +133,7 @@ def _join_all(*_: int) -> bool:
 
 
 def _separate_punctuation(first: int, a: int, b: int, last: int) -> bool:
-    """Joins letters and digits, across . ' @ between them and commas between digits; and runs of dots or strokes."""
+    """Joins letters and digits, across . ' @ and, between digits, commas; and joins runs of dots or strokes."""
     if a == b and a in (kind.DOT, kind.STROKE):
         return True
     return (a in _WORD or _joins_neighbors(first, a, b)) and (b in _WORD or _joins_neighbors(a, b, last))

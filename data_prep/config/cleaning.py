@@ -343,7 +343,7 @@ SECTIONS: dict[str, type[StepSection]] = {
 
 
 def _parse_each(raw: object, info: ValidationInfo) -> object:
-    """Parses each item of the list with the class of its step, so that an error names the step's own keys."""
+    """Parses each item of the list with its step's class: an error then names that step's keys."""
     if not isinstance(raw, list):
         return raw
     return [_parse_one(item, at=f"{info.field_name or 'clean'}.{i}") for i, item in enumerate(raw)]

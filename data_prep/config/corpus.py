@@ -327,9 +327,9 @@ class CorpusConfig(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """The config for the manifest: without `output`, so that the directory may be moved or renamed."""
+        """The config for the manifest, without `output`: the directory may be moved or renamed."""
         identity = self.model_dump(exclude={"output"})
-        if self.max_record_bytes == _MAX_RECORD_BYTES:  # keys that jobs and outputs of older versions do not have
+        if self.max_record_bytes == _MAX_RECORD_BYTES:  # jobs and outputs of older versions lack these keys
             del identity["max_record_bytes"]
         if self.tokenizer.bos_token is None:
             del identity["tokenizer"]["bos_token"]
@@ -362,8 +362,8 @@ class CorpusConfig(Section):
 def changed_fields(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
     """Keys that differ between two `CorpusConfig.identity` and change the output bytes, as `config.KEY`, sorted.
 
-    `max_bad_records` and `max_bad_files` are ignored: they decide whether there is an output, not its contents, and may
-    be changed when a job is resumed.
+    `max_bad_records` and `max_bad_files` are ignored: they decide whether there is an output, not its contents, and a
+    resumed job may change them.
     """
     keys = (new.keys() | old.keys()) - {"max_bad_records", "max_bad_files"}
     return sorted(f"config.{key}" for key in keys if new.get(key) != old.get(key))

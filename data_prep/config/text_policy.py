@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ENGINE_FILE = "engine.json"
-"""File beside a tokenizer folder: the engine verified to give its ids, and why others were rejected."""
+"""File beside a tokenizer folder: the engine whose ids were verified, and why other engines were rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPolicy:
-    """Rules by which texts become ids.
+    """Rules for turning texts into ids.
 
     Attributes:
         prepend_bos: whether every document begins with the BOS (beginning-of-sequence) token.

@@ -1,9 +1,9 @@
-"""Connected components of the candidate pairs: decides which exact and near duplicates are dropped.
+"""Connected components of the candidate pairs: they decide which exact and near duplicates are dropped.
 
-Documents connected by pairs, over any number of steps, are duplicates of each other, and the one of the smallest rank
-is kept; or, where clusters are verified, those that `verify` finds similar to a kept one. This is the only task of
-deduplication whose memory grows with the input: 60 MB, a bit for each document, and for each document that is in a pair
-27 bytes, or 52 where clusters are verified.
+Documents connected by pairs, over any number of steps, are duplicates of each other, and the document with the smallest
+rank is kept. Where clusters are verified, `verify` drops only documents similar to a kept one. This is the only
+deduplication task whose memory grows with the input: 60 MB, a bit for each document, and 27 bytes for each document in
+a pair, or 52 where clusters are verified.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ComponentsTask(DirectoryTask):
     """Computes the connected components of all pairs and writes the decision for each document.
 
     For each run it writes `drops_path(directory, run)`, uint8[documents], with `KEEP`, `EXACT_DUPLICATE`,
-    `NEAR_DUPLICATE` or, for a document that is seen already and so not written, `SEEN`. The marker counts the `exact`
-    and `near` duplicates and the `seen`; `sizes`[k] clusters have 2^k up to 2^(k + 1) - 1 documents; of the `largest`
-    it has the size and the run and index of the kept document.
+    `NEAR_DUPLICATE`, or `SEEN` for a document of an earlier corpus, which is not written. The marker counts `exact` and
+    `near` duplicates and `seen` documents. `sizes`[k] clusters have 2^k up to 2^(k + 1) - 1 documents. For the
+    `largest` clusters the marker has the size, and the run and index of the kept document.
 
     Args:
         exact, near: directories with pairs of exact and of near duplicates.
@@ -69,12 +69,12 @@ class ComponentsTask(DirectoryTask):
         return done | {"seen": int(counts[SEEN])} | clusters
 
     def _find_duplicates(self, scratch: Path) -> tuple[Numbers, NDArray[np.uint8], dict[str, Any]]:
-        """Decides on all documents in a pair; returns their numbers, ascending, the decisions, and cluster sizes."""
+        """Decides on all documents in a pair; returns their numbers, ascending, with decisions and cluster sizes."""
         paired = _PairedDocuments([*self.exact, *self.near], self.runs)
         ranks = _ranks_of(paired, self.runs)
         position, seen = _positions(ranks), int((ranks < 0).sum())
         del ranks
-        numbers = paired.numbers()  # made again: they need not be kept beside the ranks
+        numbers = paired.numbers()  # computed again, not kept beside the ranks
         parents = np.arange(len(numbers), dtype=position.dtype)
         for directory in self.exact:
             _union_all(directory, parents, numbers, position)
@@ -103,7 +103,7 @@ class ComponentsTask(DirectoryTask):
         *,
         seen: int,
     ) -> NDArray[Any]:
-        """Position of the document that is kept in place of each one; for an exact duplicate its own.
+        """Position of the document kept in place of each document; for an exact duplicate its own position.
 
         Args:
             seen: number of documents of an earlier corpus; their positions come first.
@@ -123,12 +123,12 @@ class ComponentsTask(DirectoryTask):
     def _signatures(
         self, path: Path, numbers: Numbers, place: NDArray[Any], position: NDArray[Any], count: int
     ) -> Signatures:
-        """Collects the signatures of the documents with a place, in that order, in a file, which may exceed memory.
+        """Collects the signatures of the documents with a place, by place, in a file, which may exceed memory.
 
         Each run is opened once.
         """
         assert self.section is not None
-        shape = (max(1, count), self.section.slots)  # no file of no bytes can be mapped
+        shape = (max(1, count), self.section.slots)  # an empty file cannot be mapped
         found: Signatures = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
         for run, directory in enumerate(self.runs):
             of_run = run_slice(numbers, run)
@@ -179,9 +179,9 @@ def drops_path(directory: Path, run: int) -> Path:
 def union_pairs(parents: NDArray[Any], first: NDArray[Any], second: NDArray[Any]) -> None:
     """Union-find: unites the trees of items `first[i]` and `second[i]`, for all i, in place.
 
-    `parents`, integers [items], is a forest in which no item has a parent greater than itself, so the root of a tree is
-    its smallest item. Every round attaches each greater root of a pair to the smallest root that it is paired with:
-    the number of trees left to unite at least halves.
+    `parents`, integers [items], is a forest in which no item's parent is greater than the item: the root of a tree is
+    its smallest item. In every round, each greater root of a pair is attached to the smallest root paired with it. The
+    number of trees left to unite at least halves.
     """
     while len(first):
         first, second = find_roots(parents, first), find_roots(parents, second)
@@ -192,7 +192,7 @@ def union_pairs(parents: NDArray[Any], first: NDArray[Any], second: NDArray[Any]
 
 
 def find_roots(parents: NDArray[Any], items: NDArray[Any]) -> NDArray[Any]:
-    """The root of each item's tree; the items are attached directly to it (path compression)."""
+    """Finds the root of each item's tree, and attaches the items directly to it (path compression)."""
     found: NDArray[Any] = parents[items]
     while True:
         above = parents[found]
@@ -219,7 +219,7 @@ class _PairedDocuments:
 
     def __init__(self, directories: Sequence[Path], runs: Sequence[Path]) -> None:
         documents = np.array([len(map_array(each / RANK)) for each in runs], dtype=np.int64)
-        self._first = np.concatenate([[0], np.cumsum(-(-documents // 8))])  # byte of each run
+        self._first = np.concatenate([[0], np.cumsum(-(-documents // 8))])  # first byte of each run
         self._bits = np.zeros(int(self._first[-1]), dtype=np.uint8)
         for directory in directories:
             for pairs in _read_pairs(directory):
@@ -258,7 +258,7 @@ def _ranks_of(paired: _PairedDocuments, runs: Sequence[Path]) -> NDArray[np.int6
 
 
 def _positions(ranks: NDArray[np.int64]) -> NDArray[Any]:
-    """Position of each rank in ascending order, as four-byte integers if these are enough."""
+    """Position of each rank in ascending order, as four-byte integers if they are large enough."""
     order = np.argsort(ranks)
     position = np.empty(len(order), dtype=np.int32 if len(order) < 1 << 31 else np.int64)
     for part in _slices(len(order)):

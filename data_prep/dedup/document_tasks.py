@@ -3,9 +3,9 @@
     exact.*.npy  a `table` of the texts' 128-bit hashes: one row, of two words
     near.*.npy   a `table` of the LSH band hashes: a row per band
     signatures.npy  uint8[documents, slots], see `verify.Signatures`; only if clusters are verified
-    rank.npy     int64[documents]: of duplicates, the one of the smallest rank in the whole job is kept
+    rank.npy     int64[documents]: of duplicates, the one with the smallest rank in the whole job is kept
 
-A pairs task reads one row and one range of hashes of all runs and writes the pairs of documents with equal hashes.
+A pairs task reads one row and one range of hashes from all runs and writes the pairs of documents with equal hashes.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def table_plans(
     """The plans that read the tables of exact and of near duplicates.
 
     Args:
-        runs: directories of the runs; their order numbers them, and does not change the result.
+        runs: directories of the runs. A run's number is its index here; the order does not change the result.
         documents: int64[runs], approximate number of documents in each run.
         directory: parent of the tasks' directories.
 
     Returns:
-        (plans of exact, plans of near duplicates); each has one plan, or none if the section turns it off.
+        (plans for exact duplicates, plans for near duplicates): one plan each, or none if the section turns it off.
     """
     rest = documents, runs, directory
     exact = [TablePlan(EXACT, 1, *rest)] if section.exact else []
@@ -98,7 +98,7 @@ def table_plans(
 
 
 def pairs_tasks(plans: Sequence[TablePlan]) -> list[PairsTask]:
-    """The tasks that find the pairs in tables that exist, in subdirectories of the plans' directories."""
+    """The tasks that find the pairs in existing tables, in subdirectories of the plans' directories."""
     return [
         PairsTask(tables, row, within, plan.directory / f"{plan.name}-{row:03d}-{within.part:05d}")
         for plan, tables, ranges in [(plan, plan.tables, plan.ranges()) for plan in plans]

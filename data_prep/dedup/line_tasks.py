@@ -1,7 +1,7 @@
 """The pre-pass of line deduplication: tables of line hashes -> ranges of hashes -> the lines that each run drops.
 
-The lines of a map task are numbered in the order of its documents (its "run" of lines); run number and line number
-together are the order of the input. All data are `table`s, and memory is that of a range.
+The lines of a map task, its "run" of lines, are numbered in the order of its documents. Run number and line number
+together give the order of the input. All data are `table`s, and memory is that of one range.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK_LINES = 1 << 20  # lines in memory at once, of about 50 bytes each
 
 
 def write_line_hashes(directory: Path, hashes: Iterable[NDArray[np.uint64]]) -> int:
-    """Writes the table of the lines of a map task's documents by an external sort, in the memory of `_BLOCK_LINES`.
+    """Writes the table of the lines of a map task's documents by an external sort, in memory for `_BLOCK_LINES` lines.
 
     Args:
         hashes: `line_hashes` of the documents, in order; an array has the lines of one or more documents.
@@ -64,7 +64,7 @@ def _blocks(hashes: Iterable[NDArray[np.uint64]]) -> Iterator[tuple[int, NDArray
 
 
 def _write_part(directory: Path, lines: NDArray[np.uint64], first: int) -> int:
-    """Writes the table of consecutive lines, starting at number `first`; returns the number to compare."""
+    """Writes the table of consecutive lines, starting at number `first`; returns the number of lines to compare."""
     assert first + len(lines) <= 1 << 32
     items = np.flatnonzero(lines != EXEMPT)
     items = items[np.argsort(lines[items], kind="stable")]
@@ -101,8 +101,8 @@ def _open_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ite
 class RepeatedLinesTask(DirectoryTask):
     """Finds the lines in a range of hashes that follow `kept_occurrences` equal lines, over all runs in order.
 
-    Writes their numbers, int64 little-endian, ascending: to `directory/within.bin` lines that follow so many equal
-    lines of their own run, which may be most of a corpus and are not kept in memory, and to `across.bin` the rest.
+    It writes their numbers, int64 little-endian, ascending. `directory/within.bin` has lines that follow that many
+    equal lines of their own run: these may be most of a corpus and are not kept in memory. `across.bin` has the rest.
     """
 
     kept_occurrences: int
@@ -127,7 +127,7 @@ class RepeatedLinesTask(DirectoryTask):
             lines = read_slice(number, directory, _TABLE, row=0, within=self.within)
             repeated = lines.repeats(back=self.kept_occurrences)
             found += _write(within, lines.numbers[repeated])
-            kept.append(lines.take(~repeated))  # at most `kept_occurrences` of each hash and run: memory stays small
+            kept.append(lines.take(~repeated))  # at most `kept_occurrences` per hash and run: memory stays small
         merged = join_slices(kept)
         return found + _write(across, merged.numbers[merged.repeats(back=self.kept_occurrences)])
 

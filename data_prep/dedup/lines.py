@@ -1,7 +1,7 @@
 """Line deduplication: hashes of lines or paragraphs, and their removal (menus, licenses, "all rights reserved").
 
 C4 keeps one occurrence of every three-sentence span (Raffel et al. 2020, section 2.2), CCNet one of every paragraph
-(Wenzek et al. 2020, section 3.1). Here lines or paragraphs are compared, normalized as in CCNet: case, digits and
+(Wenzek et al. 2020, section 3.1). Here lines or paragraphs are compared after CCNet's normalization: case, digits and
 white space at the ends are ignored.
 """
 

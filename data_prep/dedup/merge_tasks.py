@@ -1,8 +1,8 @@
-"""Merges the hash tables of groups of runs before pairs are searched in them. Only in jobs of very many runs.
+"""Merges the hash tables of groups of runs before the search for pairs. Only in jobs with very many runs.
 
 A pairs task reads one range of the hashes of every run. With R runs of N documents each there are about R x N ranges
-(times the bytes of an item, over `MEMORY`), so R x R small slices are read: the square of the corpus. With the tables
-of groups of about sqrt(R) runs merged it is R x sqrt(R), at the cost of one more pass over the hashes.
+(times the bytes of an item, over `MEMORY`), and R x R small slices are read: the square of the corpus. If the tables of
+about sqrt(R) runs are merged first, the reads are R x sqrt(R), at the cost of one more pass over the hashes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data_prep.formats.memory_map import map_array
 from data_prep.task import Counts, DirectoryTask, Report
 
 MOST_RUNS = 1 << 10
-"""Largest number of unmerged runs: with more, a pass costs less than opening each table (0.9 ms) per range."""
+"""Largest number of unmerged runs: with more, a pass costs less than opening each table (0.9 ms) for each range."""
 _HASHES, _NUMBERS = "hashes.npy", "numbers.npy"
 
 
@@ -33,7 +33,7 @@ class Tables(Protocol):
 
 @dataclass(frozen=True)
 class RunTables:
-    """The tables called `name` of some runs; `first` is the number of the first run in the job."""
+    """The tables with one `name` of some runs; `first`: number of the first of these runs in the job."""
 
     name: str
     runs: Sequence[Path]
@@ -50,8 +50,8 @@ class MergeTablesTask(DirectoryTask):
     """Merges the tables of some runs in a range of a row.
 
     Writes `hashes.npy`, uint64[words, items], ascending, each hash once; `numbers.npy`, int64[items], the first item
-    with each hash; and `pairs.bin`, the pairs of that item with all others of the same hash. Memory: a range of the
-    tables (see `table.MEMORY`).
+    with each hash; and `pairs.bin`, the pairs of that item with all other items with the same hash. Memory: a range of
+    the tables (see `table.MEMORY`).
     """
 
     tables: RunTables
@@ -98,7 +98,7 @@ class MergedTables:
         ]
 
     def slices(self, *, row: int, within: HashRange) -> Iterator[TableSlice]:
-        """Implements `Tables.slices`: one slice for each group. `within` must lie in one of the `parts`."""
+        """Implements `Tables.slices`: one slice per group. `within` must lie in one of the `parts`."""
         part = within.part * self.parts // within.parts
         for group in range(self.groups):
             directory = self._path(row, part, group)
@@ -117,7 +117,7 @@ class MergedTables:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Plan for reading the tables of a kind: unmerged, or merged by tasks.
+    """Plan for reading all tables of one kind: unmerged, or merged by tasks.
 
     Args:
         items: int64[runs], approximate number of items of each run in a row.
@@ -132,7 +132,7 @@ class TablePlan:
 
     @property
     def tables(self) -> RunTables | MergedTables:
-        """The runs' own tables for up to `MOST_RUNS` runs, else merged ones."""
+        """The runs' own tables for up to `MOST_RUNS` runs, else merged tables."""
         own, runs = RunTables(self.name, self.runs), len(self.runs)
         if runs <= MOST_RUNS:
             return own
@@ -146,7 +146,7 @@ class TablePlan:
         return tables.tasks(self.rows) if isinstance(tables, MergedTables) else []
 
     def ranges(self) -> list[HashRange]:
-        """Ranges that fit into the memory of a task; none spans two parts of merged tables."""
+        """Ranges that fit into a task's memory; none spans two parts of merged tables."""
         tables, parts = self.tables, len(ranges(int(self.items.sum())))
         if isinstance(tables, MergedTables):
             parts = -(-parts // tables.parts) * tables.parts

@@ -4,9 +4,10 @@ A batch of token ids -> a 64-bit hash of every window (n-gram) of `ngram` tokens
 minima per document, each equal in two documents with the probability of their Jaccard similarity -> bands: minima
 hashed in groups of `rows`.
 
-The minima are those of Dahlgaard, Knudsen and Thorup, "Fast Similarity Sketching" (FOCS 2017): a window is hashed into
-one slot instead of all, and slots that stay empty (in short documents) are filled in further rounds (densification). So
-a window costs a few nanoseconds for any number of slots. All arithmetic is modulo 2^64: the same on every machine.
+The minima follow Dahlgaard, Knudsen and Thorup, "Fast Similarity Sketching" (FOCS 2017): a window is hashed into one
+slot instead of all, and slots that stay empty (in short documents) are filled in further rounds (densification). So a
+window costs a few nanoseconds for any number of slots. All arithmetic is modulo 2^64: results are the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Offsets = NDArray[np.int64]
 EMPTY = np.uint32(0xFFFFFFFF)
 """Value of an empty slot. A minimum of this value (probability 2^-32) also counts as empty."""
 _ROUNDS = 6
-"""Number of hashing rounds before a slot that is still empty gets a hash of its own. With 1 or 16 rounds, a document of
-100 tokens takes 2.5 or 1.4 times as long."""
+"""Number of hashing rounds before a slot that is still empty gets a hash of its own. A document of 100 tokens takes 2.5
+times as long with 1 round, and 1.4 times with 16."""
 _BLOCK = 1 << 15  # windows at a time: their hashes fit a core's cache; with 2^18 each takes four times as long
 _LONG = 1 << 12  # a document of more windows and still an empty slot is repetitive: each distinct window is used once
 BASE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
@@ -39,9 +40,9 @@ _HALF = np.uint64(32)
 def band_hashes(ids: Ids, offsets: Offsets, *, section: NearSection) -> Hashes:
     """The LSH band hashes of a batch of documents.
 
-    Two documents of similarity s share the hash of one band with probability s^rows, and that of any band with
-    1 - (1 - s^rows)^bands (Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4.2). A document of
-    fewer than `ngram` tokens is a single window: it shares bands only with documents of the same tokens.
+    Two documents of similarity s share the hash of a given band with probability s^rows, and the hash of at least one
+    band with 1 - (1 - s^rows)^bands (Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4.2). A
+    document of fewer than `ngram` tokens is a single window: it shares bands only with documents of the same tokens.
 
     Args:
         ids: uint32[n], the token ids of all documents, concatenated.
@@ -83,10 +84,10 @@ def signatures(ids: Ids, offsets: Offsets, *, section: NearSection) -> NDArray[n
 def window_hashes(values: Hashes, *, ngram: int) -> Hashes:
     """uint64[n - ngram + 1]: mix(B + sum of value_j B^(ngram - 1 - j)), modulo 2^64, of each window of `ngram` values.
 
-    The polynomial of a window of a + b tokens is that of its first a, times B^b, plus that of its last b: so it takes
-    log2(ngram) steps for all windows at once (Karp and Rabin 1987 for the polynomial).
+    The polynomial of a window of a + b tokens is that of its first a tokens, times B^b, plus that of its last b tokens.
+    So it takes log2(ngram) steps for all windows at once (Karp and Rabin 1987 for the polynomial).
     """
-    power = values  # of windows of 1, 2, 4 ... values
+    power = values  # for windows of 1, 2, 4 ... values
     whole, length, width, left = power, 0, 1, ngram
     while left:
         if left & 1:

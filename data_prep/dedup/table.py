@@ -1,8 +1,8 @@
 """Sorted hash tables, and the pairs of items with equal hashes in them, a range of hashes at a time.
 
 A run of the job (documents, or the lines of one map task) writes a table with one row per kind of hash: the hashes in
-ascending order, and the item of each. A range of hashes is then one contiguous slice of every run, so the tasks of a
-phase together read everything once, whatever their number. An item of the whole job has a number: run * 2^32 + index.
+ascending order, and the item of each. A range of hashes is then one contiguous slice of every run: the tasks of a phase
+together read everything once, whatever their number. An item's number in the whole job is run * 2^32 + index.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Numbers = NDArray[np.int64]
 Word = TypeVar("Word", np.uint64, np.int64)
 
 MEMORY = 256 << 20
-"""Memory of a task for its range of hashes, in bytes. Equal hashes are in one range; a run keeps one item of them."""
+"""Memory of a task for its range of hashes, in bytes. Equal hashes are in one range; a run keeps one item per hash."""
 PAIRS = "pairs.bin"
 """File of pairs: int64 little-endian, the numbers of two items each."""
 _PAIR_BYTES = 16
-_ITEM_BYTES = 80  # of such a task; 58 were measured, with 128-bit hashes
+_ITEM_BYTES = 80  # of a pairs task; 58 were measured, with 128-bit hashes
 RUN_BITS = 32
-"""Low bits of an item's number that are its index within its run; the higher bits are the run."""
+"""Low bits of an item's number: its index within its run; the higher bits are the run."""
 _SPACE = 1 << 64
 
 
@@ -48,7 +48,7 @@ class HashRange:
 
 @dataclass(frozen=True)
 class TableSlice:
-    """Hashes in ascending order and the numbers of their items; of equal hashes the smaller number comes first.
+    """Hashes in ascending order and the numbers of their items; for equal hashes the smaller number comes first.
 
     Attributes:
         hashes: uint64[words, items].
@@ -63,7 +63,7 @@ class TableSlice:
         return TableSlice(self.hashes[:, chosen], self.numbers[chosen])
 
     def repeats(self, *, back: int = 1) -> NDArray[np.bool_]:
-        """Whether at least `back` items before each item have the same hash: bool[items]."""
+        """bool[items]: whether at least `back` items before each item have its hash."""
         same = np.ones(len(self.numbers), dtype=bool)
         same[:back] = False
         for word in self.hashes:
@@ -79,7 +79,7 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
     rows, _, count = hashes.shape
     assert count < 1 << RUN_BITS
     items = np.empty((rows, count), dtype=np.uint32)
-    ordered = np.empty(hashes.shape, dtype=np.uint64)  # rows contiguous, which those of `hashes` need not be
+    ordered = np.empty(hashes.shape, dtype=np.uint64)  # with contiguous rows, unlike `hashes`
     for row, words in enumerate(hashes):
         items[row] = np.lexsort(words[::-1])
         ordered[row] = words[:, items[row]]
@@ -88,7 +88,7 @@ def write_table(directory: Path, name: str, hashes: Hashes) -> None:
 
 
 def read_slice(run: int, directory: Path, name: str, *, row: int, within: HashRange) -> TableSlice:
-    """The items of run number `run` in a range of hashes."""
+    """Reads the items of run number `run` in a range of hashes."""
     hashes = map_array(directory / f"{name}.hashes.npy")[row]
     cut = within.cut(hashes[0])
     items = map_array(directory / f"{name}.items.npy")[row, cut]
@@ -105,9 +105,9 @@ def join_slices(slices: Sequence[TableSlice]) -> TableSlice:
 
 
 def write_pairs(slices: Iterable[TableSlice], file: BinaryIO) -> tuple[int, TableSlice]:
-    """Writes pairs of items with equal hashes: as many as it takes to connect all items that share a hash.
+    """Writes pairs of items with equal hashes: enough pairs to connect all items that share a hash.
 
-    A hash that a slice repeats many times takes the memory of one item.
+    A hash that a slice repeats many times takes the memory of one item only.
 
     Args:
         slices: slices of one range, by ascending run.
@@ -116,13 +116,13 @@ def write_pairs(slices: Iterable[TableSlice], file: BinaryIO) -> tuple[int, Tabl
         Number of pairs, and the first item of each hash.
     """
     start = file.tell()
-    joined = join_slices([_write_repeats(part, file) for part in slices])  # the slices themselves are freed by now
+    joined = join_slices([_write_repeats(part, file) for part in slices])  # the slices are freed by now
     first = _write_repeats(joined, file)
     return (file.tell() - start) // _PAIR_BYTES, first
 
 
 def _write_repeats(part: TableSlice, file: BinaryIO) -> TableSlice:
-    """Writes (first, other) for all others of each group of equal hashes; returns the first ones."""
+    """Writes (first, other) for all others in each group of equal hashes; returns the first items."""
     repeats = part.repeats()
     if not repeats.any():
         return part
@@ -141,7 +141,7 @@ def sorted_unique(values: NDArray[Word]) -> NDArray[Word]:
 
 
 def ranges(items: int) -> list[HashRange]:
-    """Splits the hashes into so many ranges that a job of `items` items stays within `MEMORY` per task."""
+    """Splits the hashes into enough ranges that a job of `items` items stays within `MEMORY` per task."""
     parts = max(1, -(-items * _ITEM_BYTES // MEMORY))
     return [HashRange(part, parts) for part in range(parts)]
 

@@ -1,8 +1,8 @@
 """Clusters of near duplicates in which every dropped document is similar to the document kept in its place.
 
-Connected components also hold documents that share nothing: the ends of a chain of which each link overlaps the next.
-So a component is gone through in the order of the input, and a document is dropped only if the fraction of equal minima
-of its signature and a kept one's estimates a Jaccard similarity of at least the threshold.
+Connected components can also hold documents that share nothing: the two ends of a chain whose links overlap. So
+documents of a component are compared in input order. A document is dropped only if the fraction of equal minima in its
+signature and a kept one's estimates a Jaccard similarity of at least the threshold.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Signatures = NDArray[np.uint8]
 """uint8 [documents, slots]: the lowest 8 bits of each minimum (Li and Koenig, "b-Bit Minwise Hashing", 2010)."""
 _EQUAL_BY_CHANCE = 1 / 256
 _FIRST_KEPT = 64
-"""Number of kept documents of a component with which all others are compared. In components with more (texts of one
-template), the rest is compared with kept ones that share a band, so that time does not grow as the square of the size.
+"""Number of kept documents of a component with which all other documents are compared. In components with more (texts
+of one template), the rest is compared only with kept documents that share a band: time does not grow as the square of
+the size.
 """
 _CHUNK = 1 << 16
 
@@ -38,13 +39,13 @@ def find_kept(
     Args:
         cluster: int [documents], component of each document, ascending; within a component in the order of the input.
         signatures: uint8 [documents, slots], shortened signatures; may be a memory map.
-        seen: bool [documents], whether a document is of an earlier corpus: it counts as kept even if similar to others.
+        seen: bool [documents], whether a document is from an earlier corpus: it is kept even if similar to others.
     """
     share = section.threshold * (1 - _EQUAL_BY_CHANCE) + _EQUAL_BY_CHANCE
     least = math.ceil(share * section.slots - 1e-9)
     kept_for = np.arange(len(cluster), dtype=cluster.dtype)
     undecided = kept_for.copy()
-    for _ in range(_FIRST_KEPT):  # each round keeps the first of each component, and compares the others with it
+    for _ in range(_FIRST_KEPT):  # each round keeps the first of each component and compares the others with it
         first = np.ones(len(undecided), dtype=bool)
         first[1:] = cluster[undecided[1:]] != cluster[undecided[:-1]]
         kept = undecided[first][np.cumsum(first, dtype=cluster.dtype)[~first] - 1]
@@ -75,7 +76,7 @@ def _compare_by_bands(
     least: int,
     section: NearSection,
 ) -> None:
-    """Decides on the remaining documents, each by the first `_FIRST_KEPT` kept ones of each of its bands."""
+    """Decides on the remaining documents, by the first `_FIRST_KEPT` kept documents of each band."""
     buckets: dict[tuple[int, bytes], list[int]] = {}
     last = None
     for document in undecided.tolist():

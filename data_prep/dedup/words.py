@@ -1,8 +1,8 @@
 """Text normalization for near-duplicate detection: only words count, without case, white space and punctuation.
 
-Texts are compared as tokens, so the vocabulary is normalized, once: tokens that differ in case and white space only
+Texts are compared as tokens, and the vocabulary is normalized once. Tokens that differ only in case and white space
 (`The`, ` the`) have the same class, and tokens without letters or digits (`);`, blanks) are ignored. One look-up then
-turns a batch of token ids into classes, and reformatted or reindented duplicates are found.
+turns a batch of token ids into classes, which finds reformatted or reindented duplicates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def token_classes(tokens: Sequence[str], *, special: Iterable[int] = ()) -> NDAr
     """The class of each token: the smallest id with the same letters and digits, in lower case.
 
     Args:
-        tokens: text of each id, decoded on its own. A part of a character (decoded to U+FFFD) is its own class.
+        tokens: text of each id, decoded alone. A part of a character (decoded to U+FFFD) is its own class.
         special: ids that occur in no text, such as the end of a document; they are ignored.
 
     Returns:
@@ -53,8 +53,8 @@ def token_classes(tokens: Sequence[str], *, special: Iterable[int] = ()) -> NDAr
 def comparable_tokens(ids: Ids, offsets: Offsets, *, classes: NDArray[np.uint32], ngram: int) -> tuple[Ids, Offsets]:
     """Replaces the token ids of a batch by their classes and removes ignored tokens, for `minhash.band_hashes`.
 
-    A document with fewer than `ngram` tokens left is compared unchanged: short tables of signs and numbers, or
-    punctuation alone, would otherwise be duplicates of each other.
+    A document with fewer than `ngram` tokens left is compared unchanged. Otherwise short tables of signs and numbers,
+    or texts of punctuation, would be duplicates of each other.
 
     Args:
         ids: uint32[n].

@@ -1,7 +1,7 @@
 """`Executor`: the protocol that schedules the tasks of a phase. Tasks are picklable values.
 
-A task may be run twice, by any worker, at the same time: the result is the same and is put in place by one rename. So
-an executor may run a second attempt at a slow task (speculative execution), and retry a task whose machine is lost.
+A task may run twice, on any worker, at the same time: the result is the same, and one rename publishes it. So an
+executor may run a second attempt at a slow task (speculative execution), and retry a task whose machine is lost.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_reachable(option: str, addresses: Sequence[str], *, remedy: str) -> No
 
 
 class LostWorkerError(DataError):
-    """A worker that was killed. A job script may run the command again, with fewer workers."""
+    """A worker was killed. A job script may run the command again with fewer workers."""
 
     exit_code = EXIT_LOST
 
@@ -103,7 +103,7 @@ def attempt_task(task: Task, report: Report) -> tuple[str, Any]:
 
 
 def raise_if_failed(name: str, kind: str, value: str) -> None:
-    """Raises the error that `attempt_task` returned for the task of that name, if it returned one."""
+    """Raises the error, if any, that `attempt_task` returned for the task with this name."""
     if kind == "error":
         raise DataError(value)
     if kind == "bug":

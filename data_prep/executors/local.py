@@ -2,7 +2,7 @@
 
 Workers are forked from a fork server that has imported the map task and done nothing else: they start in milliseconds
 and share no thread and no lock with the coordinator. They end with the coordinator, even if it is killed: a thread in
-each worker waits for its exit. Results come in the order of completion, on which the output does not depend.
+each worker waits for its exit. Results come in the order of completion; the output does not depend on it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Worker:
 
 
 class LocalExecutor:
-    """Worker processes on this machine, started when they are first needed and reused until the `with` block ends.
+    """Worker processes on this machine, started when first needed and reused until the `with` block ends.
 
-    What a task has loaded, above all a tokenizer, stays loaded for the next one. An idle worker keeps the memory that
-    its largest task needed.
+    A tokenizer or other object that a task has loaded stays loaded for the next task. An idle worker keeps the memory
+    that its largest task needed.
     """
 
     def __init__(self, workers: int) -> None:
@@ -59,7 +59,7 @@ class LocalExecutor:
         self._idle = []
 
     def run(self, tasks: Sequence[Task], *, report: Report) -> Iterator[tuple[Task, dict[str, Any]]]:
-        """Implements `Executor.run`. A killed worker is not retried: the cause would kill the next one, too."""
+        """Implements `Executor.run`. A killed worker's task is not retried: the cause would kill another worker."""
         busy: dict[Connection, tuple[_Worker, Task]] = {}
         waiting = list(reversed(tasks))
         try:
@@ -125,7 +125,7 @@ def _receive(worker: _Worker, task: Task) -> tuple[str, Any]:
 
 def _serve(connection: Connection) -> None:
     """The main loop of a worker: receives tasks, sends counts and results."""
-    gc.freeze()  # imported modules stay, so the garbage collector need not scan them
+    gc.freeze()  # imported modules stay: the garbage collector need not scan them
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the coordinator ends the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     while True:
@@ -140,7 +140,7 @@ def _serve(connection: Connection) -> None:
 
 
 class _CountsSender:
-    """Sends a task's counts to the coordinator, added up over `_REPORT_INTERVAL_S`: not a message for each batch."""
+    """Sends a task's counts to the coordinator, summed over `_REPORT_INTERVAL_S`: no message for each batch."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -19,8 +19,8 @@ from data_prep.task import Report, Task
 from foundation.errors import ConfigError
 
 SETTINGS = {
-    # By default Ray detects a lost machine after 300 s, with these settings after about 10. The head node reads those
-    # of the health checks: `ray start --head` of an existing cluster needs them, too.
+    # Ray detects a lost machine after 300 s by default, and after about 10 s with these settings. The head node reads
+    # the settings of the health checks: `ray start --head` of an existing cluster needs them, too.
     "RAY_grpc_client_keepalive_time_ms": "5000",
     "RAY_grpc_client_keepalive_timeout_ms": "5000",
     "RAY_health_check_period_ms": "1000",
@@ -29,7 +29,7 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _RETRIES = 4
-_STORE_BYTES = 80_000_000  # of a cluster started here; results are small, and Ray accepts no less than 75 MB
+_STORE_BYTES = 80_000_000  # for a cluster started here; results are small, and Ray accepts no less than 75 MB
 _SLOW_FACTOR = 3.0
 """Multiple of the median duration after which a task gets a speculative second attempt."""
 _POLL_S = 0.5
@@ -42,7 +42,7 @@ def open_ray(root: Path, *, workers: int | None, address: str | None) -> Iterato
 
     Args:
         root: the job directory.
-        workers: concurrent tasks; None: the number of CPUs of the cluster, or of this process if one is started.
+        workers: concurrent tasks; None: the cluster's CPUs, or this process's if a cluster is started here.
         address: address of a cluster, for `ray.init`; None: RAY_ADDRESS, or else a cluster is started here.
 
     Raises:
@@ -128,7 +128,7 @@ class _Scheduler:
         import ray  # noqa: PLC0415
 
         self._ray, self._total = ray, len(self.waiting)
-        # SPREAD: the default fills one machine before it uses the next, and these tasks share its disk and network
+        # SPREAD: the default fills one machine before it uses the next, whose disk and network would be idle
         options = {"num_cpus": 1, "max_retries": _RETRIES, "scheduling_strategy": "SPREAD"}
         self._execute = ray.remote(**options)(execute_assignment)
 
@@ -138,7 +138,7 @@ class _Scheduler:
         return len(self.done) < self._total
 
     def start_tasks(self) -> None:
-        """Submits tasks: up to `workers`, or else enough to keep every CPU of a growing cluster busy."""
+        """Submits tasks: up to `workers`; without a limit, enough to keep every CPU of a growing cluster busy."""
         limit = self.workers or 2 * int(self._ray.cluster_resources().get("CPU", 1)) + 1
         while self.waiting and len(self.running) < limit:
             self._start(self.waiting.popleft())
@@ -158,7 +158,7 @@ class _Scheduler:
         return found
 
     def speculate(self) -> None:
-        """Starts a second attempt of stragglers: tasks that take over three times the median, once none waits.
+        """Starts a second attempt of stragglers (over three times the median duration) once no task waits.
 
         The first attempt to finish counts.
         """
@@ -171,7 +171,7 @@ class _Scheduler:
                 self._start(assignment)
 
     def wait_for_slower_attempts(self) -> None:
-        """Waits up to `_STOP_S` for the slower attempts; without the claims directory they stop at their next report.
+        """Waits up to `_STOP_S` for slower attempts, which stop at their next report without the claims directory.
 
         `ray.cancel` is not used: if the task ends at the same time, it aborts this process ("Check failed: Tried to
         complete task that was not pending", Ray 2.60; its issue 54260).

@@ -1,4 +1,4 @@
-"""The executor on Spark: the master that the user's settings name, or local mode. Each task is one partition.
+"""The executor on Spark: the master of the user's settings, or local mode. Each task is one partition.
 
 Spark itself retries tasks whose Spark executor is lost, and runs slow tasks a second time (speculative execution).
 """
@@ -38,7 +38,7 @@ def open_spark(root: Path, *, workers: int | None, address: str | None) -> Itera
     Args:
         root: the job directory.
         workers: concurrent tasks, in local and standalone mode; None: all CPUs.
-        address: Spark's master; None: the master of the settings, or else local mode.
+        address: Spark's master; None: the settings' master, or else local mode.
 
     Raises:
         ConfigError: Spark or Java is not installed, or the master cannot be reached.
@@ -49,7 +49,7 @@ def open_spark(root: Path, *, workers: int | None, address: str | None) -> Itera
     except ImportError as error:
         why, remedy = f"Spark is not installed here ({error})", 'pip install "headrace[spark]", and Java 17 or newer'
         raise ConfigError("--executor", "spark", why=why, remedy=remedy) from None
-    warnings.filterwarnings("ignore", module="pyspark")  # about versions of libraries that are not used here
+    warnings.filterwarnings("ignore", module="pyspark")  # about versions of unused libraries
     context = _start(pyspark, workers, address)
     try:
         yield SparkExecutor(context, root)
@@ -111,7 +111,7 @@ class SparkExecutor:
 
 
 class _SparkJob:
-    """A Spark job that is waited for in a thread of its own, so that the caller can poll its progress."""
+    """A Spark job; a separate thread waits for it, and the caller can poll its progress."""
 
     def __init__(self, context: Any, assignments: list[Assignment]) -> None:
         from pyspark import InheritableThread  # noqa: PLC0415

@@ -3,9 +3,9 @@
     .NAME.job/running/RUN/00007.json       heartbeat and progress of task 7, rewritten every second
     .NAME.job/running/RUN/00007.failed     the error of task 7
 
-The engine (Ray, Spark) transports tasks and results; this directory adds the progress reports that engines have no
-channel for while a task runs, and is the same under each of them. If `RUN` does not exist, the worker is on a machine
-that does not see the job, or its coordinator has ended: it does not start, or stops.
+The engine (Ray, Spark) transports tasks and results. This directory, the same for all engines, adds progress reports,
+for which engines have no channel while a task runs. If `RUN` does not exist, the worker's machine does not see the job,
+or the coordinator has ended: the worker does not start, or stops.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TaskOutcome:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Task number `index` of a run, in the form sent to a worker.
+    """Task number `index` of a run, as it is sent to a worker.
 
     Attributes:
         cwd: directory to which the task's paths are relative.
@@ -87,7 +87,7 @@ class Assignment:
 
 
 def execute_assignment(assignment: Assignment) -> TaskOutcome:
-    """`Assignment.execute`, as a module-level function that pickles by its name."""
+    """Calls `Assignment.execute`, as a module-level function that pickles by its name."""
     return assignment.execute()
 
 
@@ -126,7 +126,7 @@ def _write_atomically(directory: Path, name: str, text: str) -> bool:
 
 @dataclass
 class TaskClaims:
-    """The coordinator's side of the directory, for one phase; a context manager that makes and removes it.
+    """The coordinator's side of the directory, for one phase; a context manager that makes and removes the directory.
 
     Args:
         root: the job directory.
@@ -135,7 +135,7 @@ class TaskClaims:
     root: Path
     tasks: Sequence[Task]
     _reported: dict[int, Counts] = field(default_factory=dict)
-    """Task -> largest counts of any attempt: work that is lost and redone is not counted twice."""
+    """Task -> largest counts of any attempt: lost and repeated work is not counted twice."""
 
     def __enter__(self) -> TaskClaims:
         parent = self.root.absolute() / RUNNING
@@ -155,7 +155,7 @@ class TaskClaims:
         return [Assignment(i, task, cwd, self._run_directory, host) for i, task in enumerate(self.tasks)]
 
     def poll(self, report: Report) -> None:
-        """Reports what running tasks have done since the last call; reads the heartbeats at most once a second.
+        """Reports the work of running tasks since the last call; reads the heartbeats at most once a second.
 
         Raises:
             DataError: a task has failed.
@@ -165,16 +165,16 @@ class TaskClaims:
         self._polled = time.monotonic()
         for path in self._run_directory.glob("[0-9]*.failed"):
             task = self.tasks[int(path.stem)]
-            if not task.finished:  # otherwise another attempt at it has succeeded
+            if not task.finished:  # otherwise another attempt has succeeded
                 raise_if_failed(task.name, *json.loads(path.read_text()))
         for heartbeat in read_heartbeats(self._run_directory):
             self._report_increase(heartbeat.index, heartbeat.counts, report)
-            if heartbeat.ended:  # so that the number of files stays that of running tasks
+            if heartbeat.ended:  # only running tasks then have files
                 (self._run_directory / f"{heartbeat.index:05d}.json").unlink(missing_ok=True)
         self._warn_if_nothing_starts()
 
     def finish(self, index: int, outcome: TaskOutcome, report: Report) -> tuple[Task, dict[str, Any]]:
-        """Reports the work of a task that was not reported yet; returns the task and its result.
+        """Reports a task's unreported work; returns the task and its result.
 
         Raises:
             DataError: the task has failed.
@@ -199,7 +199,7 @@ class TaskClaims:
 
 
 def _increase(now: Counts, before: Counts) -> Counts:
-    """`now - before` for each count, and 0 where that is negative."""
+    """`now - before` for each count, or 0 where the difference is negative."""
     increase: dict[str, Any] = {}
     for name in (f.name for f in fields(Counts)):
         left, right = getattr(now, name), getattr(before, name)
@@ -209,7 +209,7 @@ def _increase(now: Counts, before: Counts) -> Counts:
 
 @dataclass(frozen=True)
 class TaskHeartbeat:
-    """The last heartbeat of a task: which process runs it, and what it has counted."""
+    """The last heartbeat of a task: the process that runs it, and its counts."""
 
     index: int
     task: str
@@ -220,7 +220,7 @@ class TaskHeartbeat:
 
 
 def read_heartbeats(run_directory: Path) -> list[TaskHeartbeat]:
-    """The heartbeats of all tasks of a run, by task.
+    """Reads the heartbeats of all tasks of a run, by task.
 
     Args:
         run_directory: a directory in `.NAME.job/running`.
@@ -230,7 +230,7 @@ def read_heartbeats(run_directory: Path) -> list[TaskHeartbeat]:
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # being replaced, on a file system whose renames are not atomic
+            continue  # being replaced, on a file system without atomic renames
         counts = values.pop("counts")
         counts = Counts(**(counts | {"dropped": Counter(counts["dropped"])}))
         found.append(TaskHeartbeat(int(path.stem), counts=counts, **values))
@@ -238,6 +238,6 @@ def read_heartbeats(run_directory: Path) -> list[TaskHeartbeat]:
 
 
 def lost_task_error(name: str, why: str) -> DataError:
-    """The error for a task of which every attempt lost its worker."""
+    """The error for a task whose every attempt lost its worker."""
     remedy = "if memory ran out, give each task more of it (smaller task_bytes, shard_tokens); run again to resume"
     return DataError(f"{name} did not come back from its workers: {why}\n  try: {remedy}")

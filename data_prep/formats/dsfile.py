@@ -1,6 +1,6 @@
-"""datatrove's token files, which nanotron reads as well: `NAME.ds` with `NAME.ds.index`, all little-endian.
+"""datatrove's token files, which nanotron also reads: `NAME.ds` with `NAME.ds.index`, all little-endian.
 
-The layout is that of `TokenizedFile` in datatrove/pipeline/tokens/tokenizer.py (0.10.1):
+The layout is `TokenizedFile`'s in datatrove/pipeline/tokens/tokenizer.py (0.10.1):
 
     NAME.ds            token ids back to back, uint16 or uint32
     NAME.ds.index      uint64[D], the end of each document in tokens
@@ -35,7 +35,7 @@ class DsFile:
 
     Attributes:
         path: path of the .ds file.
-        tokens: [all tokens], uint16 or int32: ids of four bytes are below 2^31.
+        tokens: [all tokens], uint16 or int32: four-byte ids are below 2^31.
         ends: int64 [documents], position at which each document ends.
     """
 
@@ -45,7 +45,7 @@ class DsFile:
 
     @classmethod
     def open(cls, path: str | Path, *, random_access: bool = False) -> DsFile:
-        """Memory-maps NAME.ds and NAME.ds.index. The bytes per id follow from the sizes of the two.
+        """Memory-maps NAME.ds and NAME.ds.index. The sizes of the two give the bytes per id.
 
         Args:
             path: path of the .ds file.
@@ -91,7 +91,7 @@ class DsFile:
 
 
 def tokenizer_name(path: Path) -> str | None:
-    """The tokenizer that the metadata of a .ds file names: a name at Hugging Face or a path; None if it names none."""
+    """The tokenizer that the metadata of a .ds file names, a name at Hugging Face or a path; None without a name."""
     named = _metadata(path)[0]
     return None if named in ("", _UNKNOWN) else named
 

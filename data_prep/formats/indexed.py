@@ -13,7 +13,7 @@ from data_prep.formats.tokenfile import TokenFile
 
 
 class IndexedTokens(Protocol):
-    """A memory-mapped file of token ids whose documents are found by an index."""
+    """A memory-mapped file of token ids, with an index that locates its documents."""
 
     @property
     def path(self) -> Path:
@@ -28,10 +28,10 @@ class IndexedTokens(Protocol):
         """Number of documents, D."""
 
     def document_starts(self, documents: npt.ArrayLike) -> I64:
-        """int64 [n], position of the first token of each document; of number D, the end of the file."""
+        """int64 [n], position of each document's first token; for document number D, the end of the file."""
 
     def first_document_from(self, positions: I64) -> I64:
-        """int64 [n], the first document that begins at or after each position; D where none does."""
+        """int64 [n], the first document that begins at or after each position; D where there is none."""
 
 
 def open_indexed(prefix: Path, *, random_access: bool = False) -> IndexedTokens:

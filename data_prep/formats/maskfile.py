@@ -32,7 +32,7 @@ class MaskWriter:
         self._file: BinaryIO = mask_path(prefix).open("wb")
 
     def append(self, pieces: Sequence[memoryview]) -> None:
-        """Appends documents, given the bytes of each one's mask."""
+        """Appends documents, given as the bytes of each document's mask."""
         start, buffered = 0, 0
         for i, piece in enumerate(pieces):
             buffered += len(piece)

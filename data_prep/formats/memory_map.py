@@ -1,7 +1,7 @@
 """Read-only memory maps that keep no file descriptor open, and read-ahead hints (madvise).
 
-Python's `mmap` keeps a descriptor open per map, and a process may usually have 1,024: ten thousand shards need
-the system call itself. Maps are shared; an array made from a map keeps it alive, and the last such array to be freed
+Python's `mmap` keeps a descriptor open per map, and a process may usually have 1,024: ten thousand shards need the
+system call itself. Maps are shared. An array made from a map keeps it alive, and freeing the last of these arrays
 unmaps the file.
 """
 
@@ -28,7 +28,7 @@ _libc.memcpy.restype = ctypes.c_void_p
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _SCRATCH = 1 << 14
 _HEADER_BYTES = 1 << 12
-"""Largest header of `np.save`, in bytes: arrays without fields have one of 128."""
+"""Largest header of `np.save`, in bytes; arrays without fields have 128."""
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -69,7 +69,7 @@ def map_file(path: Path, *, random_access: bool = False) -> npt.NDArray[np.uint8
     Args:
         path: path of the file.
         random_access: whether to disable read-ahead (MADV_RANDOM), for small reads at random offsets. With read-ahead,
-            the kernel reads the device's read_ahead_kb around each of them: usually 128 KiB, 8 MiB on some machines.
+            the kernel reads the device's read_ahead_kb around each read: usually 128 KiB, 8 MiB on some machines.
 
     Returns:
         uint8 [bytes of the file], read-only.
@@ -86,14 +86,14 @@ def map_file(path: Path, *, random_access: bool = False) -> npt.NDArray[np.uint8
 
 
 def map_array(path: Path) -> npt.NDArray[Any]:
-    """Memory-maps an array that `np.save` has written, with one operation of the file system.
+    """Memory-maps an array that `np.save` has written, with a single file-system operation.
 
-    `np.load(mmap_mode="r")` opens the file twice, and resolves the links of its path: some ten operations for each of
-    the files of 10,000 tasks.
+    `np.load(mmap_mode="r")` opens the file twice and resolves the links in its path: some ten operations for each file
+    of 10,000 tasks.
 
     Raises:
         OSError: the file does not exist, or the process has too many maps (vm.max_map_count).
-        ValueError: the file is not one of `np.save`, or ends early.
+        ValueError: the file was not written by `np.save`, or ends early.
     """
     data = map_file(path)
     head = io.BytesIO(data[:_HEADER_BYTES].tobytes())
@@ -111,16 +111,16 @@ def map_array(path: Path) -> npt.NDArray[Any]:
 def fault_in(parts: Iterable[tuple[int, int]]) -> None:
     """Reads parts of memory maps from disk without holding Python's global lock.
 
-    numpy holds it while it copies: a page fault on a slow disk would stop all threads of the process. A data loader
-    would stop the training beside it, and the wait would show as a slow step and not as data wait.
+    numpy holds the lock while it copies: a page fault on a slow disk would stop all threads of the process. A data
+    loader would stop the training beside it, and the wait would appear as a slow step instead of data wait.
 
     Args:
-        parts: (address, bytes) of each part; its map has to exist until the next part is requested.
+        parts: (address, bytes) of each part; the part's map has to exist until the next part is requested.
     """
     scratch = ctypes.create_string_buffer(_SCRATCH)
     for address, size in parts:
         for at in range(0, size, _SCRATCH):
-            _libc.memcpy(scratch, address + at, min(_SCRATCH, size - at))  # ctypes lets go of the lock
+            _libc.memcpy(scratch, address + at, min(_SCRATCH, size - at))  # ctypes releases the lock
 
 
 def will_need(address: int, size: int) -> None:

@@ -6,10 +6,10 @@
     int64[B + 1] the first piece of each bin, ending with P,
     int64[P] the first token of each piece within the shard's .bin, int32[P] its length in tokens
 
-A bin is a sample of T inputs and T targets: at most T + 1 tokens, with padding at the end for the rest. A document that
-fits is one piece. A longer one is dropped, or truncated to a piece, or cut into pieces of T + 1 tokens that overlap by
-one token: the last target of a piece is the first input of the next. So every token of a document that is not shortened
-is a target exactly once, except its first.
+A bin is a sample of T inputs and T targets: at most T + 1 tokens, the rest padding at the end. A document that fits is
+one piece. A longer document is dropped, truncated to one piece, or cut into pieces of T + 1 tokens that overlap by one
+token: the last target of a piece is the first input of the next. So every token of a document that is not shortened is
+a target exactly once, except its first token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<8sQQQQ")
 
 
 def packing_name(length: int) -> str:
-    """Name of the directory within a tokens directory that holds its packing into samples of `length` tokens."""
+    """Name of the subdirectory of a tokens directory that holds its packing into samples of `length` tokens."""
     return f"packed-{length}"
 
 
@@ -83,7 +83,7 @@ class PackFile:
 
 
 def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, lengths: I64) -> str:
-    """Writes a pack file; the arrays are those of `PackFile`. Returns the SHA-256 of the file, in hexadecimal."""
+    """Writes a pack file from the arrays of a `PackFile`. Returns the file's SHA-256, in hexadecimal."""
     header = _HEADER.pack(_MAGIC, 1, length, first_piece.size - 1, starts.size)
     arrays, digest = ((first_piece, "<i8"), (starts, "<i8"), (lengths, "<i4")), hashlib.sha256()
     with path.open("wb") as file:
@@ -94,7 +94,7 @@ def write_pack(path: Path, *, length: int, first_piece: I64, starts: I64, length
 
 
 def cut_documents(bounds: I64, *, length: int, tokens: I64 | None = None) -> tuple[I64, I64]:
-    """Cuts documents into pieces of at most T + 1 tokens. Documents of less than two tokens give no piece (no target).
+    """Cuts documents into pieces of at most T + 1 tokens. Documents of less than two tokens have no target: no piece.
 
     Args:
         bounds: int64 [documents + 1], document starts (`TokenFile.document_starts`), ending with the file's end.

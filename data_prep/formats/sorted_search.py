@@ -11,9 +11,9 @@ I64 = npt.NDArray[np.int64]
 
 
 def first_not_below(rising: npt.NDArray[Any], values: I64) -> I64:
-    """int64 [n], index of the first entry that is not below each value; the array's length where there is none.
+    """int64 [n], index of the first entry that is not below each value; the array's length if there is none.
 
-    Like np.searchsorted, which would copy the whole array first, since the integers in an index file are not aligned.
+    Equals np.searchsorted, which would copy the whole array first: the integers in an index file are not aligned.
     """
     low, high = np.zeros(values.size, dtype=np.int64), np.full(values.size, len(rising), dtype=np.int64)
     while np.any(open_ := low < high):

@@ -8,8 +8,8 @@ A token file is a pair in Megatron's layout (megatron/core/datasets/indexed_data
                  int64[D] the sequence at which each document starts, ending with S (D = documents + 1),
                  and, in some files that Megatron wrote, int8[S] modes, which are ignored
 
-A tokens directory holds them as `SPLIT/shard-00000`, `SPLIT/shard-00001`, ... Opening takes constant time, whatever
-the file's size.
+A tokens directory holds them as `SPLIT/shard-00000`, `SPLIT/shard-00001`, ... Opening a file takes constant time,
+whatever its size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 HEADER_BYTES = _HEADER.size
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
-_UINT16_BELOW = 65_500  # Megatron's threshold; readers go by the dtype code, so any threshold up to 65,536 is readable
+_UINT16_BELOW = 65_500  # Megatron's threshold; readers use the dtype code: any threshold up to 65,536 is readable
 _WRITE_BYTES = 4 << 20
 _FLUSH_BYTES = 16 << 20
 MAX_DOCUMENT_TOKENS = int(np.iinfo(np.int32).max)
@@ -63,7 +63,7 @@ def shard_prefix(tokens_dir: Path, split: str, i: int) -> Path:
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """`prefix` plus `.bin` or `.idx`; unlike `Path.with_suffix`, it keeps dots in the name of the prefix."""
+    """Appends `.bin` or `.idx` to `prefix`; unlike `Path.with_suffix`, it keeps dots in the name."""
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -122,7 +122,7 @@ class TokenFile:
 
     @classmethod
     def open_index(cls, prefix: str | Path, *, random_access: bool = False) -> TokenFile:
-        """Opens the index alone, while the .bin is elsewhere: all tokens are 0 and take no memory."""
+        """Opens only the index, while the .bin is elsewhere: all tokens are 0 and take no memory."""
         prefix = Path(prefix)
         index = with_suffix(prefix, ".idx")
         raw = _map(index, random_access=random_access)
@@ -164,7 +164,7 @@ class TokenFile:
         """Implements `IndexedTokens.first_document_from`."""
         sequences = first_not_below(self.byte_offsets, positions * self.dtype.itemsize)
         index = self.document_index
-        # with one sequence per document, as data_prep writes them, half of the search is saved
+        # data_prep writes one sequence per document: this saves half of the search
         if sequences.max(initial=0) < index.size:
             behind = index[np.maximum(sequences - 1, 0)] >= sequences  # the document before it
             if not np.any((index[sequences] < sequences) | (behind & (sequences > 0))):
@@ -172,15 +172,15 @@ class TokenFile:
         return first_not_below(index[:-1], sequences)
 
     def close(self) -> None:
-        """Releases the memory maps. Existing slices stay valid; the maps are removed with the last of them."""
+        """Releases the memory maps. Existing slices stay valid; freeing the last slice removes the maps."""
         for field in ("tokens", "sequence_lengths", "byte_offsets", "document_index"):
             object.__setattr__(self, field, np.empty(0, getattr(self, field).dtype))
 
 
 class TokenFileWriter:
-    """Writes one token file, document by document, each as one sequence.
+    """Writes one token file, one document at a time, each as one sequence.
 
-    `close` writes the index, so a file that was not closed cannot be opened. SHA-256 sums are computed while writing.
+    `close` writes the index: a file that was not closed cannot be opened. SHA-256 sums are computed while writing.
     Memory: 4 bytes per document, 20 while closing; at most `_FLUSH_BYTES` of page cache, whatever the file's size.
     """
 
@@ -200,8 +200,8 @@ class TokenFileWriter:
         """Appends documents.
 
         Args:
-            tokens: [sum of lengths], ids of one document or of several, concatenated; cast to the file's dtype.
-            lengths: tokens of each document; default: one document.
+            tokens: [sum of lengths], ids of one or more documents, concatenated; cast to the file's dtype.
+            lengths: tokens of each document; None for a single document.
         """
         sizes = np.asarray([len(tokens)] if lengths is None else lengths, dtype=np.int64)
         assert sizes.sum() == len(tokens)
@@ -212,7 +212,7 @@ class TokenFileWriter:
         """Appends documents from separate buffers.
 
         Args:
-            pieces: bytes of the ids of each document, in the file's dtype.
+            pieces: bytes of each document's ids, in the file's dtype.
             lengths: tokens of each document.
         """
         start, buffered = 0, 0
@@ -261,10 +261,10 @@ class TokenFileWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes buffered data to disk and drops it from the page cache, so that its pages can be reused.
+        """Writes buffered data to disk and drops it from the page cache: its pages can be reused.
 
-        Otherwise a job that writes more than fits into memory evicts everything else, and on a virtual machine whose
-        host reclaims free memory each new page costs more than the disk write.
+        Otherwise a job that writes more than fits into memory evicts everything else. On a virtual machine whose host
+        reclaims free memory, each new page would cost more than the disk write.
         """
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -302,7 +302,7 @@ def dtype_in_header(header: bytes, path: str) -> np.dtype[Any]:
     """The dtype of the ids, read from the first `HEADER_BYTES` of an index.
 
     Raises:
-        DataError: it is not the index of a token file.
+        DataError: the header does not belong to the index of a token file.
     """
     return _parse_header(np.frombuffer(header, np.uint8), Path(path))[0]
 

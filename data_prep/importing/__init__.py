@@ -1,1 +1,1 @@
-"""`headrace import`: tokens that other tools made become a tokens directory, with their document borders."""
+"""`headrace import`: turns tokens that other tools made into a tokens directory, with their document borders."""

@@ -1,6 +1,6 @@
 """Rows of Arrow and Parquet with a list of ids: files of `datasets.save_to_disk`, and Parquet files.
 
-A label belongs to its own position, since Hugging Face's models shift labels. Padding, where attention_mask is 0, is
+A label belongs to its own position, since Hugging Face's models shift labels themselves. Padding (attention_mask 0) is
 dropped.
 """
 
@@ -117,7 +117,7 @@ def open_parquet(path: Path) -> tuple[ArrowRows, list[str]]:
 
 
 def open_saved(folder: Path) -> tuple[list[ArrowRows], list[str]]:
-    """The files of a folder of `save_to_disk`, in order, and the names of columns that are not read.
+    """Opens a folder of `save_to_disk`: its files in order, and the names of columns that are not read.
 
     Raises:
         DataError: its state is damaged, a file is missing or damaged, or no column holds lists of ids.

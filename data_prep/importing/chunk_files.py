@@ -5,8 +5,8 @@ Sources of the layouts: `BinaryWriter._create_chunk` of litdata/streaming/writer
 
     uint32 N, uint32[N + 1] offsets of the samples from the beginning of the file, the samples
 
-and of MDS, its config as JSON before the samples. A sample of litdata's TokensLoader is the ids alone. One of MDS is
-uint32 sizes of the columns that have no fixed size, then the columns.
+and for MDS, its config as JSON before the samples. A sample of litdata's TokensLoader is only ids. A sample of MDS is
+uint32 sizes of the columns without fixed size, then the columns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUMPY_DTYPES = {0: "i1", 1: "<i2", 2: "<i4", 3: "<i8", 4: "u1", 5: "<u2", 6: "<
 """Number of an integer dtype in litdata/constants.py -> dtype."""
 _MDS_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _MDS_BYTES = "<i8"
-"""Default dtype of ids in a column of bytes, by llm-foundry."""
+"""Default dtype of ids in a column of bytes, as in llm-foundry."""
 _ARROW_CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}
 _AGAIN = "copy the folder again"
 
@@ -58,7 +58,7 @@ class _Compressed:
         """Reads the decompressed content, uint8 [size].
 
         Raises:
-            DataError: it cannot be decompressed, or is of another size.
+            DataError: the content cannot be decompressed, or has another size.
         """
         codec = (self.codec or "").partition(":")[0]
         try:
@@ -132,7 +132,7 @@ class MdsShard(_Chunk):
     """A shard of MosaicML streaming.
 
     Attributes:
-        sizes: bytes of each column; None if they differ by sample.
+        sizes: bytes of each column; None if they differ between samples.
         column: index of the column of ids.
         encoding: MDS encoding of that column: "bytes", or "ndarray" with or without ":DTYPE" and ":SHAPE".
         dtype: dtype of the ids in a column of bytes.
@@ -174,7 +174,7 @@ class MdsShard(_Chunk):
             return np.frombuffer(datum, self.dtype)
         named, _, shape = rest.partition(":")
         dtype, at = (np.dtype(named).newbyteorder("<"), 0) if named else (np.dtype(_MDS_DTYPES[datum[0]]), 1)
-        if not shape:  # its axes and the bytes of each length are in one byte before them
+        if not shape:  # one byte before them has the number of axes and the bytes of each length
             at += 1 + (datum[at] >> 2) * (1 << datum[at] % 4)
         return np.frombuffer(datum, dtype, offset=at)
 
@@ -187,7 +187,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Reads index.json of a folder; {} without one, or if it belongs to neither tool.
 
     Raises:
-        DataError: it is damaged.
+        DataError: index.json is damaged.
     """
     path = folder / INDEX
     try:
@@ -200,10 +200,10 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def open_litdata(folder: Path, index: dict[str, Any]) -> list[LitdataChunk]:
-    """The chunks of a folder of litdata, in order.
+    """Opens the chunks of a folder of litdata, in order.
 
     Raises:
-        DataError: they hold no ids, are encrypted, or a file is missing or of another size.
+        DataError: the chunks hold no ids or are encrypted, or a file is missing or has another size.
     """
     path = folder / INDEX
     try:
@@ -234,10 +234,10 @@ def open_litdata(folder: Path, index: dict[str, Any]) -> list[LitdataChunk]:
 
 
 def open_mds(folder: Path, index: dict[str, Any], *, dtype: str | None) -> tuple[list[MdsShard], list[str]]:
-    """The shards of a folder of MosaicML streaming, in order, and the names of columns that are not read.
+    """Opens a folder of MosaicML streaming: its shards in order, and the names of columns that are not read.
 
     Args:
-        dtype: dtype of the ids in a column of bytes, which MDS does not record; None: int64, llm-foundry's default.
+        dtype: dtype of the ids in a column of bytes, which MDS does not record; None for llm-foundry's default, int64.
 
     Raises:
         DataError: there is no column of ids, the format is not mds, or a file is missing or has another size.
@@ -256,7 +256,7 @@ def open_mds(folder: Path, index: dict[str, Any], *, dtype: str | None) -> tuple
             stored, raw = shard["zip_data"], shard["raw_data"]
             name = (stored or raw)["basename"]
             if stored and not file_beside(path, name).is_file() and file_beside(path, raw["basename"]).is_file():
-                stored, name = None, raw["basename"]  # a cache that streaming has decompressed
+                stored, name = None, raw["basename"]  # decompressed in streaming's cache
             file = _Compressed(file_beside(path, name), int(raw["bytes"]), shard["compression"] if stored else None)
             _check_file(file, int((stored or raw)["bytes"]))
             sizes = tuple(shard["column_sizes"])

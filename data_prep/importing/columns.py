@@ -1,4 +1,4 @@
-"""Names of columns that hold ids, and of columns that mark tokens with loss."""
+"""Names of columns that hold ids, and of columns that mark which tokens count in the loss."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from foundation.errors import DataError
 IDS = ("input_ids", "tokens", "token_ids")
 LABELS, ATTENTION = "labels", "attention_mask"
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-"""Names of loss masks, 1 for a token with loss: Megatron's and nanotron's, and two of TRL."""
+"""Names of loss masks, 1 for a token that counts in the loss: Megatron's and nanotron's, and two of TRL."""
 IGNORED = -100
-"""Label of a token without loss in Hugging Face and torch's cross entropy."""
+"""Label of a token that does not count in the loss, in Hugging Face and torch's cross entropy."""
 
 
 def find_ids(names: Sequence[str], path: Path) -> str:
-    """The name of the column of ids.
+    """Finds the name of the column of ids.
 
     Raises:
-        DataError: there is none.
+        DataError: no column has one of the known names.
     """
     for name in IDS:
         if name in names:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from foundation.errors import ConfigError, DataError
 from foundation.paths import FOLDER, LOCAL, PLACE
 
-if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for them
+if TYPE_CHECKING:  # these import numpy and pyarrow, for which --help does not wait
     from data_prep.importing.documents import TokenSource
     from data_prep.importing.find import FoundTokens
     from data_prep.importing.task import Borders, ImportTask, Rules
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # these import numpy and pyarrow: --help does not wait for th
 
 _SHARD_BYTES = 512 << 20
 _WORKER_BYTES = 256 << 20
-"""Bytes of input per worker process: starting one takes longer than reading fewer."""
+"""Bytes of input per worker process: starting a process takes longer than reading fewer bytes."""
 _DTYPES = ("uint16", "uint32", "int32", "int64")
 
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class StatedFacts:
-    """The command's options for facts that a format may not record; None: taken from format or tokenizer."""
+    """The command's options for facts that a format may not record; None to take them from format or tokenizer."""
 
     borders: Borders | None = None
     eos_id: int | None = None
@@ -108,7 +108,7 @@ def import_tokens(
     Raises:
         DataError: the format is not known, a file is damaged or holds an id that the tokenizer does not have, or OUT
             exists.
-        ConfigError: an option contradicts the files, or is needed.
+        ConfigError: an option contradicts the files, or a needed option is missing.
     """
     from data_prep.importing.find import find  # noqa: PLC0415
     from data_prep.tokenizer.existing import import_tokenizer  # noqa: PLC0415
@@ -243,7 +243,7 @@ def _tasks(found: FoundTokens, staging: Path, rules: Rules) -> list[ImportTask]:
 
 
 def _groups(sources: list[TokenSource]) -> list[list[TokenSource]]:
-    """Groups consecutive files into shards of `_SHARD_BYTES`, or one larger file: samples never cross shards."""
+    """Groups consecutive files into shards of `_SHARD_BYTES`, or one larger file: no sample crosses shards."""
     groups: list[list[TokenSource]] = []
     held = 0
     for source in sources:
@@ -274,7 +274,7 @@ def _run(tasks: list[ImportTask], *, workers: int, size: int) -> dict[Any, dict[
 
 
 def _parent(found: FoundTokens, tokens: Path) -> dict[str, Any]:
-    """The manifest's entry of the source: names and sizes; checksums of the output cover the contents."""
+    """The manifest's entry for the source: names and sizes; the output's checksums cover the contents."""
     from foundation.directory import fingerprint_of  # noqa: PLC0415
 
     files = [(source.path.name, _size(source)) for source in _all(found)]

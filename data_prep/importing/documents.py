@@ -1,4 +1,4 @@
-"""Common parts of the readers of other tools' tokens: documents, read file by file."""
+"""Code that the readers of other tools' tokens share: documents, read file by file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Documents(NamedTuple):
 
 
 class TokenSource(Protocol):
-    """One file of tokens: a small value that pickles. Its header was checked when it was made.
+    """One file of tokens: a small value that pickles. Its header is checked before it is made.
 
     Attributes:
         path: path of the file.
@@ -62,7 +62,7 @@ def by_blocks(tokens: Array, ends: Array, mask: Array | None = None) -> Iterator
     """
     first, start = 0, 0
     while first < len(ends):
-        # one document at least, and as many as end within the block
+        # at least one document, and all that end within the block
         last = max(first + 1, int(np.searchsorted(ends[first:], start + BLOCK_TOKENS, side="right")) + first)
         bounds = np.concatenate([[start], ends[first:last]]).astype(np.int64)
         part = slice(start, int(bounds[-1]))

@@ -1,4 +1,4 @@
-"""Finds out what a folder of another tool has: its format, its files in order, and the split of each."""
+"""Finds out what a folder of another tool contains: its format, its files in order, and each file's split."""
 
 from __future__ import annotations
 

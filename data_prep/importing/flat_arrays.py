@@ -59,7 +59,7 @@ class FlatFile:
         return map_file(self.path)[self.offset :].view(self.dtype)
 
     def read(self) -> Iterator[Documents]:
-        """Implements `TokenSource`; without a file of ends, one document."""
+        """Implements `TokenSource`; without a file of ends, yields one document."""
         tokens = self.tokens
         if self.ends is not None:
             yield from by_blocks(tokens, _read_ends(self.ends, tokens.size))
@@ -74,12 +74,12 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
 
     Args:
         path: a .npy, .bin or .ds file.
-        dtype: a name of `DTYPES`, for files that do not record it; None: the smallest that holds the vocabulary, like
-            OLMo-core's `NumpyDatasetConfig`.
+        dtype: a name of `DTYPES`, for files that do not record their dtype; None for the smallest that holds the
+            vocabulary, as in OLMo-core's `NumpyDatasetConfig`.
         vocab_size: number of ids of the tokenizer.
 
     Raises:
-        DataError: it is truncated, has an unknown magic or version, or contradicts its metadata.
+        DataError: the file is truncated, has an unknown magic or version, or contradicts its metadata.
         ConfigError: `dtype` contradicts the file.
     """
     with path.open("rb") as file:
@@ -101,10 +101,10 @@ def open_flat(path: Path, *, dtype: str | None, vocab_size: int) -> FlatFile:
 
 
 def _is_llmc(path: Path, head: bytes) -> bool:
-    """Whether a header is one of llm.c: its magic, or a text-free block of zeros after three numbers.
+    """Whether a header is llm.c's: its magic, or a block of zeros without text after three numbers.
 
     Raises:
-        DataError: it is one of llm.c that is not supported.
+        DataError: the header is from a version of llm.c that is not supported.
     """
     numbers = np.frombuffer(head, "<i4")
     magic = int(numbers[0])
@@ -151,7 +151,7 @@ def _check_width(file: FlatFile) -> None:
 
     Raises:
         DataError: the file is no whole number of ids, or its documents end elsewhere.
-        ConfigError: ids of four bytes would be read as two each.
+        ConfigError: four-byte ids would each be read as two.
     """
     size, width = file.path.stat().st_size, np.dtype(file.dtype).itemsize
     if size % width:

@@ -1,4 +1,4 @@
-"""Files with an index of their documents, which runs also read in place: datatrove's .ds, Megatron's .bin/.idx."""
+"""Files with an index of their documents, which training also reads in place: datatrove's .ds, Megatron's .bin/.idx."""
 
 from __future__ import annotations
 

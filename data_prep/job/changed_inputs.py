@@ -1,8 +1,8 @@
-"""Finds inputs that differ from those of a planned job or an output, and tells whether restored files are the same.
+"""Finds inputs that differ from a planned job's or an output's, and tells whether restored files are the same.
 
 A job knows the sizes and versions (times of modification) of its files, and the hash of every part that a finished task
-has read. A file that was copied again has another version and may have the same bytes. It is accepted if all parts
-that were read have the same hashes: then the output is the same as if the file had never been away.
+has read. A file that was copied again has another version, but may have the same bytes. It is accepted if all parts
+that were read have the same hashes: the output is then the same as if the file had never changed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def accept_restored(job: Job, plan: Plan, sources: Iterable[ResolvedSource | Non
         sources: present files, with the planned names and sizes.
 
     Raises:
-        DataError: a file with another version has other bytes than a task has read, or it is not known which bytes were
-            read.
+        DataError: in a file with another version, bytes that a task has read differ, or it is not known which bytes
+            were read.
     """
     found = {(s.label, file.name): (s, file) for s in sources if s is not None for file in s.files}
     stale = {
@@ -106,7 +106,7 @@ def _parts_read(job: Job, plan: Plan, files: set[File]) -> Iterator[tuple[Unit, 
 
 
 def _check_division(job: Job, plan: Plan, files: set[File], found: Mapping[File, Any]) -> None:
-    """Checks that a plan made now would divide the files in the same way: other row groups are at other places."""
+    """Checks that a plan made now would divide the files in the same way: otherwise row groups would be elsewhere."""
     planned = [unit for task in plan for unit in task if (unit.source, unit.file) in files]
     for key in sorted(files):
         source, file = found[key]

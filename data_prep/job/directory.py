@@ -1,6 +1,6 @@
-"""The job directory: the state of a job beside the output; a job resumes from it, and it is removed at the end.
+"""The job directory, beside the output: the state from which a job resumes. It is removed at the end.
 
-`.NAME.job/` belongs to one config and one listing of the inputs; with another it is an error. It contains
+`.NAME.job/` belongs to one config and one listing of the inputs; any other is an error. It contains
 
     job.json      the identity of the job; written last, so a job that has it is planned
     plan.json     the map tasks: lists of units
@@ -12,10 +12,10 @@
     merge/        merged runs, in jobs of very many runs
     reduce/       markers of finished shards
     out/          the shards; becomes the output. For an output in an object store, the files uploaded at the end
-    phases/       plans that the shares of a phase have in common, see `saved_plans.py`
+    phases/       plans that all shares of a phase use, see `saved_plans.py`
     progress/     the status notes of the processes
     running/      task claims and heartbeats of workers on several machines
-    lock          a shared lock of the processes that run a share of a phase, exclusive for all others
+    lock          shared by processes that run a share of a phase, exclusive for all other processes
 
 `.headrace-tokenizers/` beside it stays: all jobs whose outputs have this parent find tokenizers there.
 """
@@ -45,9 +45,9 @@ from foundation.remote_directory import find_manifest
 from foundation.remote_output import local_output
 
 FORMAT = 4
-"""Version of the tasks' results and of their files for other tasks; a job of another version is not resumed.
+"""Version of the tasks' results and of their files for other tasks; a job with another version is not resumed.
 
-It is raised when the same config and inputs would give other bytes. The version of the package does not decide that.
+Raise it when the same config and inputs would give other bytes. It is independent of the package's version.
 """
 
 
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def trained_tokenizers(self) -> Path:
-        """The store of the tokenizers that jobs beside this one have trained, see `data_prep.tokenizer.store`."""
+        """The store of tokenizers trained by jobs with outputs beside this one, see `data_prep.tokenizer.store`."""
         return self.output.parent / ".headrace-tokenizers"
 
     def dataset(self, source: Source) -> Path:
@@ -151,7 +151,7 @@ class Job:
         for sub in ("lines", "map", "dedup", "merge", "reduce", "out/train", *heldout):
             (self.root / sub).mkdir(parents=True, exist_ok=True)
         sync(self.root / "out")
-        sync(self.root)  # a job that has job.json has a plan and these directories, after a power failure too
+        sync(self.root)  # after a power failure too, a job with job.json has a plan and these directories
         write_json(self.root / "job.json", identity)
         sync(self.root)
 
@@ -222,7 +222,7 @@ class Job:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def remove(self) -> None:
-        """Deletes the job directory, job.json first: if interrupted, the rest is no planned job any more."""
+        """Deletes the job directory, job.json first: if interrupted, the rest is no longer a planned job."""
         with suppress(OSError):  # a slower attempt at a task, on a suspended machine, may still write there
             (self.root / "job.json").unlink(missing_ok=True)
             shutil.rmtree(self.root)

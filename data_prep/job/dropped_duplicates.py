@@ -1,4 +1,4 @@
-"""Exact and near duplicates that were dropped: their counts for the manifest, and their rows for dropped.jsonl."""
+"""Exact and near duplicates that were dropped: counts for the manifest, and rows for dropped.jsonl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REASONS = {EXACT_DUPLICATE: "exact copy", NEAR_DUPLICATE: "near copy", SEEN: "s
 
 
 def count_duplicates(job: Job) -> dict[str, int]:
-    """Number of documents dropped as duplicates or as seen, by "step: reason"; empty without deduplication."""
+    """Counts documents dropped as duplicates or as seen, by "step: reason"; empty without deduplication."""
     counts = read_marker(job.duplicates) or {}
     return {f"dedup: {reason}": counts[key] for reason in _REASONS.values() if counts.get(key := reason.split()[0])}
 
@@ -29,8 +29,8 @@ def count_duplicates(job: Job) -> dict[str, int]:
 def describe_clusters(job: Job, runs: Sequence[Path]) -> dict[str, Any] | None:
     """Describes the clusters of duplicates for the manifest; None without deduplication.
 
-    It has their `sizes` (see `ComponentsTask`), the places of the kept documents of the `largest`, and the losses of
-    each of the `sources`.
+    The description has their `sizes` (see `ComponentsTask`), the places of the kept documents of the `largest`, and
+    what each of the `sources` lost.
     """
     if (marker := read_marker(job.duplicates)) is None:
         return None
@@ -63,10 +63,10 @@ def duplicate_bytes(job: Job, runs: Sequence[Path]) -> dict[str, int]:
 
 
 def write_duplicates_list(job: Job, runs: Sequence[Path]) -> None:
-    """Writes the location of each duplicate, by run and in the order of the input, if the config asks for a list.
+    """Writes the location of each duplicate, by run and in input order, if the config asks for a list.
 
     Args:
-        runs: directories of the runs of all map tasks, in order. They have no texts, so neither has the list.
+        runs: directories of the runs of all map tasks, in order. Runs have no texts, and neither has the list.
     """
     if job.config.list_dropped == "no" or read_marker(job.duplicates) is None:
         return

@@ -1,4 +1,4 @@
-"""Estimates the duration of a job: trains on and maps a few megabytes of its input in a temporary directory, timed."""
+"""Estimates the duration of a job: times training and mapping on a few megabytes of input in a temporary directory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
 _MIN_BYTES = 2 << 20
 _SAMPLE_BYTES = 4 << 20
-"""Bytes of text for the two trainings of the estimate, on all of it and on a quarter. With 32,000 ids, a line through
-the two times is 10 to 30 % below the time for 16 MiB: docs/log.md, Data prep."""
+"""Bytes of text for the two trainings of the estimate, on all of it and on a quarter. With 32,000 ids, the line through
+the two times gives 10 to 30 % less than the time for 16 MiB: docs/log.md, Data prep."""
 _SMALL_SHARE = 4
 
 
@@ -38,7 +38,7 @@ class TrainingTimes:
     """Measured parts of the training of a tokenizer.
 
     Attributes:
-        read_s: seconds per byte of stored input, for reading it and cleaning the sample's share.
+        read_s: seconds per byte of stored input, for reading it and cleaning the part that the sample takes.
         small, large: (bytes of text, seconds) of two trainings.
     """
 
@@ -47,7 +47,7 @@ class TrainingTimes:
     large: tuple[int, float]
 
     def seconds(self, *, read_bytes: int, text_bytes: int) -> float:
-        """Seconds to read the input and to train on the text, on a line through the two trainings.
+        """Seconds to read the input and to train on the text, by the line through the two trainings.
 
         Args:
             read_bytes: bytes of stored input from which the sample is selected.
@@ -67,7 +67,7 @@ class Estimate:
         mb_per_s: 10^6 bytes of stored input per second and worker.
         stored_bytes: stored size of the whole input, in bytes.
         tokens_per_byte: tokens per byte of stored input.
-        training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given one.
+        training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given tokenizer.
         long_words: documents of the measured part with very long words (`finish.name_long_words`).
         seen_bytes: bytes of the whole input that are read but not written.
     """
@@ -89,14 +89,14 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Estimated number of tokens written for the whole corpus, if it is like the measured part."""
+        """Estimated number of tokens written for the whole corpus, if it resembles the measured part."""
         return round(self.tokens_per_byte * (self.stored_bytes - self.seen_bytes))
 
 
 def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
     """Maps some of the input and times it; None if too little of it can be read in parts.
 
-    A tokenizer that is still to be trained is replaced by one that is trained on less text, which is about as fast.
+    A tokenizer that is still to be trained is replaced by one trained on less text, which is about as fast.
     """
     seen = {source.label for source in config.sources if source.seen}
     units = [unit for task in plan for unit in task if unit.source not in seen]
@@ -152,7 +152,7 @@ def _time_training(
         with spool(some, work) as fewer:
             try:
                 small, large = (_train(part, small_config, work) for part in (fewer, texts))
-            except ConfigError:  # so many ids need more text than this
+            except ConfigError:  # a vocabulary of this size needs more text
                 small_config = _with_tokenizer(small_config, vocab_size=min(_FEW_IDS, config.tokenizer.vocab_size))
                 small, large = (_train(part, small_config, work) for part in (fewer, texts))
     share = config.tokenizer.sample_bytes / max(1, _read_bytes(config.tokenizer.sample_bytes, total))

@@ -38,7 +38,7 @@ _MARKER_KEYS = {"runs", "counts", "skipped", "dropped", "edited", "files"}
 
 
 def load_map_markers(job: Job) -> list[Marker]:
-    """The markers of all map tasks, in order.
+    """Loads the markers of all map tasks, in order.
 
     Raises:
         DataError: some tasks have not finished, or have fewer runs than they wrote; too many records were unreadable,
@@ -118,18 +118,18 @@ def finish(
 
 
 def _of_shard_files(results: list[tuple[str, Marker]], key: str) -> Marker:
-    """Collects a value of every shard file from the results of the reduce tasks: name -> value."""
+    """Collects one value of every shard file from the results of the reduce tasks: name -> value."""
     return {f"{s}/{done['name']}{suffix}": value for s, done in results for suffix, value in done.get(key, {}).items()}
 
 
 def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str, str], int]) -> bool:
-    """Whether the output exists and was made with this config from files of these names and sizes.
+    """Whether the output exists and was made with this config from files with these names and sizes.
 
     Args:
         files: (source, name) -> size of each input, without builders.
 
     Raises:
-        DataError: there is an output of this name that was made differently.
+        DataError: an output of this name was made differently.
     """
     output = str(job.output) if job.url is None else job.url
     if job.output.is_file():
@@ -201,7 +201,7 @@ def _write_dropped(job: Job, tasks: int) -> None:
 
 
 def count_by_reason(markers: list[Marker], key: str) -> dict[str, int]:
-    """The counts of all map tasks by reason, from the dictionaries under `key` in their markers, if they have it."""
+    """Sums the counts of all map tasks by reason, from the dictionaries under `key` in the markers that have it."""
     total: Counter[str] = sum((Counter(marker.get(key, {})) for marker in markers), Counter())
     return dict(sorted(total.items()))
 
@@ -217,7 +217,7 @@ def name_long_words(markers: list[Marker]) -> list[Marker]:
 
 
 def _write_sources(path: Path, markers: list[Marker]) -> list[Marker]:
-    """Writes one line per input file: source, file, bytes, xxh128 (of the parts' hashes for a file read in parts)."""
+    """Writes one line per input file: source, file, bytes, xxh128 (for a file read in parts, of the parts' hashes)."""
     files: list[dict[str, Any]] = []
     with path.open("w", encoding="ascii") as out:
         sums: list[str] = []
@@ -232,7 +232,7 @@ def _write_sources(path: Path, markers: list[Marker]) -> list[Marker]:
 
 
 def _parents(job: Job, files: list[Parents], tokenizer: str | None) -> Parents:
-    """Parents for the manifest: per source its path, and a fingerprint of its files' names, sizes and hashes."""
+    """Parents for the manifest: each source's path, and a fingerprint of its files' names, sizes and hashes."""
     parents: Parents = {}
     for source in job.config.sources:
         own = [f for f in files if f["source"] == source.label]
@@ -264,7 +264,7 @@ def _copy_tokenizer(folder: Path, target: Path) -> None:
 
 
 def _remove_unknown_files(out: Path, shards: set[str]) -> None:
-    """Removes all other files, such as a partial manifest of a killed commit."""
+    """Removes all files that are not known, such as the partial manifest of a killed commit."""
     for path in out.rglob("*"):
         name = path.relative_to(out).as_posix()
         known = name in shards | {SKIPPED, SOURCES, DROPPED_TEXTS} or name.startswith("tokenizer/")

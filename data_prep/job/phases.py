@@ -1,6 +1,6 @@
-"""The phases of a job: lists of tasks; a phase starts when all tasks of the one before have finished.
+"""The phases of a job: lists of tasks; a phase starts when all tasks of the phase before have finished.
 
-The tasks of a phase follow from the job directory, so any process that sees it can run a share of any phase.
+The tasks of a phase follow from the job directory: any process that sees it can run a share of any phase.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Phase:
     """A phase of a job.
 
     Attributes:
-        facts: reads the facts from which its tasks are made; raises DataError if an earlier phase has not finished.
-        make: makes the tasks from the facts.
+        facts: function that reads the facts for making the tasks; raises DataError if an earlier phase has not
+            finished.
+        make: function that makes the tasks from the facts.
         writes: directory in the job into which the tasks write.
     """
 
@@ -79,7 +80,7 @@ def run_phases(job: Job, executor: Executor) -> list[Display]:
 def run_phase(
     job: Job, phase: Phase, executor: Executor, *, share: tuple[int, int] | None = None
 ) -> tuple[int, Display]:
-    """Runs the unfinished tasks of a phase, or of every `share[1]`-th task of it from number `share[0]` on.
+    """Runs the unfinished tasks of a phase, or of every `share[1]`-th task from number `share[0]` on.
 
     Args:
         share: (number, count) if other processes run the rest; all shares then use one plan (`saved_plans.py`).
@@ -107,7 +108,7 @@ def run_share(config: CorpusConfig, name: str, executor: Executor, *, share: tup
 
     Raises:
         ConfigError: there is no such phase.
-        DataError: the job was not prepared, or with another config.
+        DataError: the job was not prepared, or was prepared with another config.
     """
     job = load_prepared_job(config)
     by_name = {phase.name: phase for phase in phases_of(config)}
@@ -136,17 +137,17 @@ def commit_output(job: Job, *, tokenizer: str | None) -> Manifest:
 
 
 def commit_prepared_job(config: CorpusConfig) -> Manifest:
-    """`commit_output` for a job whose phases were run by other processes."""
+    """Calls `commit_output` for a job whose phases other processes have run."""
     job = load_prepared_job(config)
     with job.locked():
         return commit_output(job, tokenizer=tokenizer_identity(config))
 
 
 def load_prepared_job(config: CorpusConfig) -> Job:
-    """The prepared job of a config.
+    """Loads the prepared job of a config.
 
     Raises:
-        DataError: it was not prepared, or with another config.
+        DataError: the job was not prepared, or was prepared with another config.
     """
     job = Job(config)
     saved = job.saved_identity()
@@ -159,7 +160,7 @@ def load_prepared_job(config: CorpusConfig) -> Job:
 
 
 def shared_tasks(job: Job, phase: Phase) -> Sequence[Task]:
-    """The tasks of a phase by the plan of all shares; raises DataError if an earlier phase has not finished."""
+    """The tasks of a phase by the plan that all shares use; raises DataError if an earlier phase has not finished."""
     phases = phases_of(job.config)
     before = {earlier.writes for earlier in phases[: phases.index(phase)]} - {phase.writes}
     inputs = [job.root / name for name in sorted(before)]

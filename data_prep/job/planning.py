@@ -1,8 +1,8 @@
-"""Facts from which the tasks of each phase are made, read from the job directory once earlier phases have finished.
+"""Facts for making the tasks of each phase, read from the job directory once earlier phases have finished.
 
-`NAME_facts` reads markers and runs, O(tasks) files, and raises DataError if a phase before has not finished. Facts are
-JSON. `NAME_tasks` makes the tasks from them and opens no file but plan.json and the tokenizer's marker, so that a share
-of a phase can take facts that another one has read, see `saved_plans.py`.
+`NAME_facts` reads markers and runs, O(tasks) files, and raises DataError if an earlier phase has not finished. Facts
+are JSON. `NAME_tasks` makes the tasks from the facts. It opens only plan.json and the tokenizer's marker: a share of a
+phase can use facts that another share has read, see `saved_plans.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from data_prep.tasks.sorted_runs import SortedRunPaths
 from foundation.errors import DataError
 
 Facts = dict[str, Any]
-"""JSON: `lines`, compared lines; `runs` and `documents` of each map task; `read` and `kept`, [sources, splits, 3] of
-documents, tokens and bytes before and after deduplication; `shards`, see `Shard`. Each phase has those it needs."""
+"""JSON. `lines`: number of compared lines; `runs` and `documents`: numbers for each map task; `read` and `kept`:
+[sources, splits, 3], documents, tokens and bytes before and after deduplication; `shards`: see `Shard`. Each phase has
+only the facts that it needs."""
 
 
 def lines_facts(_job: Job) -> Facts:
-    """No facts."""
+    """Returns no facts."""
     return {}
 
 
@@ -63,7 +64,7 @@ def repeated_tasks(job: Job, facts: Facts) -> list[RepeatedLinesTask]:
 
 
 def map_facts(job: Job) -> Facts:
-    """The number of lines, or nothing without deduplication of lines."""
+    """The numbers of lines and of the tasks that hashed them; empty without deduplication of lines."""
     if job.config.dedup is None or job.config.dedup.lines is None:
         return {}
     facts = repeated_facts(job)
@@ -83,7 +84,7 @@ def tables_facts(job: Job) -> Facts:
 
 
 def tables_tasks(job: Job, facts: Facts) -> list[MergeTablesTask]:
-    """One task for each group of runs and range of hashes, of each band and of the text hashes; none with few runs."""
+    """One task for each group of runs and range of hashes, for each band and the text hashes; none with few runs."""
     return [task for of_kind in _table_plans(job, facts) for plan in of_kind for task in plan.tasks()]
 
 
@@ -95,7 +96,7 @@ def pairs_facts(job: Job) -> Facts:
 
 
 def pairs_tasks(job: Job, facts: Facts) -> list[PairsTask]:
-    """One task for each range of hashes, of each band and of the text hashes."""
+    """One task for each range of hashes, for each band and the text hashes."""
     return dedup_pairs_tasks([plan for of_kind in _table_plans(job, facts) for plan in of_kind])
 
 
@@ -120,7 +121,7 @@ def merge_facts(job: Job) -> Facts:
     """Runs of the map tasks, and their contents by source and split.
 
     Raises:
-        DataError: a phase before has not finished, or deduplication has emptied a split.
+        DataError: an earlier phase has not finished, or deduplication has emptied a split.
     """
     markers = load_map_markers(job)
     facts = _facts_of_markers(markers)
@@ -223,7 +224,7 @@ def _require_finished(tasks: Sequence[T], phase: str) -> Sequence[T]:
     """Returns the tasks of a phase, all of which must have finished.
 
     Raises:
-        DataError: some have not.
+        DataError: some tasks have not finished.
     """
     missing = [task.name for task in tasks if not task.finished]
     if missing:
@@ -236,6 +237,6 @@ def require_reduced(job: Job, facts: Facts) -> Sequence[ReduceTask]:
     """The tasks of the last phase, all of which must have finished.
 
     Raises:
-        DataError: some have not.
+        DataError: some tasks have not finished.
     """
     return _require_finished(reduce_tasks(job, facts), "reduce")

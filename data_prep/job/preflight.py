@@ -22,11 +22,11 @@ from data_prep.tokenizer.fingerprint import check_path, content_fingerprint
 from foundation.directory import sha256_of_file
 from foundation.errors import ConfigError, DataError
 
-_SHOWN = 5  # damaged files in a message
+_SHOWN = 5  # damaged files shown in a message
 
 
 def resolve_sources(config: CorpusConfig, *, without: Iterable[Path]) -> list[ResolvedSource | None]:
-    """The files of every source; None for a builder, whose files do not exist yet.
+    """Lists the files of every source; None for a builder, whose files do not exist yet.
 
     Args:
         without: directories to leave out.
@@ -67,7 +67,7 @@ def check_output(output: Path) -> None:
 
 
 _NAME_BYTES, _LONGEST_NAME = 255, ".{}.replaced"
-"""Longest file name of the usual file systems in bytes, and the longest name that a commit makes beside an output."""
+"""Longest file name of usual file systems in bytes, and the longest name that a commit makes beside an output."""
 
 
 def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> list[str]:
@@ -92,14 +92,14 @@ def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> l
 
 
 def cleaning_identity(config: CorpusConfig) -> dict[str, Any] | None:
-    """Dependencies of the cleaning steps besides the config: checksums of files they read, versions of libraries.
+    """Dependencies of the cleaning steps besides the config: checksums of the files they read, versions of libraries.
 
     Raises:
         ConfigError: a file or a package is missing.
     """
     if not config.clean:
         return None
-    build_chain(config.clean)  # raises here what would fail in every task
+    build_chain(config.clean)  # raises here instead of in every task
     files = sorted({file for section in config.clean for file in section.files()})
     return {
         "files": {file: sha256_of_file(Path(file)) for file in files},
@@ -128,10 +128,10 @@ def tokenizer_identity(config: CorpusConfig) -> str | None:
 def check_documents(units: Iterable[Unit], config: CorpusConfig) -> None:
     """Reads documents until every split has one: about 1 / heldout_fraction of them, or all if a split stays empty.
 
-    Documents of an earlier corpus (`seen`) are not written, and so not read here.
+    Documents of an earlier corpus (`seen`) are not read, because they are not written.
 
     Raises:
-        DataError: no documents at all, none in a split, or more unreadable records than the config allows.
+        DataError: there are no documents at all, none in a split, or more unreadable records than the config allows.
     """
     sources = {source.label: source for source in config.sources}
     found: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def check_splits_not_empty(
         bad: count of the unreadable records.
 
     Raises:
-        DataError: a split is empty; names it, and a fraction that would be enough, or why no document is left.
+        DataError: a split is empty; the message names it, and a large enough fraction, or why no document is left.
     """
     if bad is not None and not dropped and not any(documents.values()):
         bad.check_any_used()

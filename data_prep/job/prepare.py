@@ -73,26 +73,27 @@ def inspect(config: CorpusConfig) -> InspectedJob:
 
 
 def output_is_complete(inspected: InspectedJob) -> bool:
-    """Whether the output exists; if so, removes a job directory left by a run that was killed after its commit.
+    """Whether the output exists; if it does, removes the job directory of a run that was killed after its commit.
 
     Raises:
-        DataError: there is an output of this name that was made differently.
+        DataError: an output of this name was made differently.
     """
     job = inspected.job
     if not is_finished(job, inspected.identity, files=files_of(inspected.sources)):
         return False
     job.remove()
     if job.url is not None:
-        uploads.release(job.url)  # it was killed between the two
+        uploads.release(job.url)  # the run was killed between the two
     return True
 
 
 @contextmanager
 def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Iterator[Plan]:
-    """Plans the job and makes its tokenizer, or resumes it; yields the plan while it holds the exclusive lock.
+    """Plans the job and makes its tokenizer, or resumes the job; yields the plan while holding the exclusive lock.
 
     Args:
-        executor: executor of the job; a local one also runs the tokenizer task, so that its worker has it loaded.
+        executor: executor of the job; a local one also runs the tokenizer task: its worker then has the tokenizer
+            loaded.
 
     Raises:
         DataError: another process holds the lock, or the job directory belongs to another config or other inputs.
@@ -130,9 +131,9 @@ def open_job(inspected: InspectedJob, executor: Executor | None = None) -> Itera
 
 
 def _identity_to_resume(inspected: InspectedJob) -> dict[str, Any] | None:
-    """The identity of the unfinished job; None without one, and for another job in which nothing has finished.
+    """The identity of the unfinished job; None without a job, and for a different job that has finished nothing.
 
-    A mistyped field leaves the latter: nothing is lost when the corrected command plans anew.
+    A mistyped field leaves such a job behind: nothing is lost when the corrected command plans anew.
 
     Raises:
         DataError: the unfinished job has other settings or inputs, and results.
@@ -204,7 +205,7 @@ def _plan(inspected: InspectedJob) -> Plan:
 
 
 def _group_into_tasks(sources: list[ResolvedSource], config: CorpusConfig) -> Plan:
-    """Makes the plan. `seen` sources come first: the first of equal lines is kept, and theirs are not written."""
+    """Makes the plan, `seen` sources first: the first of equal lines counts, and `seen` lines are not written."""
     seen = {source.label for source in config.sources if source.seen}
     ordered = sorted(sources, key=lambda source: source.label not in seen)
     return group(units(ordered, task_bytes=config.task_bytes), task_bytes=config.task_bytes)

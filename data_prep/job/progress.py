@@ -26,9 +26,9 @@ _SHOWN_REASONS = 3
 
 
 class Display:
-    """Progress and throughput of one phase. Rates count only the work of this process, since it began the phase.
+    """Progress and throughput of one phase. Rates count only this process's work since it began the phase.
 
-    MB are 10^6 bytes of UTF-8 text; the share done and the time left are computed from bytes of input as stored.
+    MB are 10^6 bytes of UTF-8 text. The share done and the time left are computed from bytes of input as stored.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Display:
         Args:
             total_bytes: bytes of stored input; 0 for a phase without input, whose progress is measured in tokens.
             done_bytes: bytes of stored input that an earlier run has finished.
-            total_tokens: tokens of a phase without input; 0 if not known.
+            total_tokens: tokens of a phase without input; 0 if unknown.
             note: path of the status note, which `status` reads; None for no note.
         """
         self.phase, self.total_bytes, self.done_bytes, self.total_tokens = phase, total_bytes, done_bytes, total_tokens
@@ -137,7 +137,7 @@ class Display:
         if self._note is None:
             return
         partial = self._note.with_name(f".{self._note.name}.partial")
-        with suppress(OSError):  # on a full disk the tasks raise an error
+        with suppress(OSError):  # the disk may be full: the tasks raise an error
             self._note.parent.mkdir(exist_ok=True)
             partial.write_text(json.dumps(self.status_note()))
             partial.rename(self._note)

@@ -1,12 +1,12 @@
-"""Plans of phases that all shares of a batch scheduler's job array read, so that only one of them makes each.
+"""Plans of phases that all shares of a job array read: only one share makes each plan.
 
     phases/NAME-HASH.json    the facts of a phase (see `planning.py`), what they depend on, and a checksum
-    phases/lock              held, exclusively, by the share that plans
+    phases/lock              held exclusively by the share that plans
 
-A plan reads the marker of every task of the phases before: without a saved one, shares x tasks files on a shared file
-system. A saved plan is taken if it was made with this config and version (HASH), and if no directory into which the
-phases before write has changed since (its time of modification), as when a task was removed to be repeated. The process
-that holds the job alone makes its own plans, and removes the saved ones.
+A plan reads the marker of every task of earlier phases: without a saved plan, shares x tasks files on a shared file
+system. A saved plan is used if it was made with this config and version (HASH), and if no directory into which earlier
+phases write has changed since (time of modification), e.g. because a task was removed to be repeated. A process with
+the job's exclusive lock makes its own plans, and removes the saved ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foundation.lock import LockedError, lock_file
 from foundation.version import __version__
 
 _WAIT_S = 600.0
-"""Longest wait for the share that plans, in seconds: it may be frozen, and a second plan is equal."""
+"""Longest wait for the share that plans, in seconds: it may be frozen, and a second plan is equal to its plan."""
 
 
 def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: Sequence[Path]) -> Facts:
@@ -34,8 +34,8 @@ def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: S
 
     Args:
         name: name of the phase.
-        facts: reads the facts from the job directory.
-        inputs: directories into which earlier phases write, but not this one.
+        facts: function that reads the facts from the job directory.
+        inputs: directories into which earlier phases write, but this phase does not.
 
     Raises:
         DataError: an earlier phase has not finished; nothing is saved.
@@ -43,7 +43,7 @@ def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: S
     path = _path(job, name)
     if (found := _read(path, inputs)) is not None:
         return found
-    with suppress(OSError):  # then the plan is not saved
+    with suppress(OSError):  # if this fails, the plan is not saved
         path.parent.mkdir(exist_ok=True)
     with _planning(path.parent):
         if (found := _read(path, inputs)) is not None:
@@ -55,7 +55,7 @@ def saved_facts(job: Job, name: str, facts: Callable[[Job], Facts], *, inputs: S
 
 
 def drop_plans(job: Job, names: Sequence[str]) -> None:
-    """Removes the saved plans of phases that follow one with unfinished tasks."""
+    """Removes the saved plans of the phases after a phase with unfinished tasks."""
     for name in names:
         with suppress(OSError):
             _path(job, name).unlink()
@@ -87,7 +87,7 @@ def _times(inputs: Sequence[Path]) -> dict[str, Any]:
 
 @contextmanager
 def _planning(directory: Path) -> Iterator[None]:
-    """Holds the lock of the plans in the block; goes on without it after `_WAIT_S` or an `OSError`."""
+    """Holds the lock of the plans within the block; continues without it after `_WAIT_S` or an `OSError`."""
     with ExitStack() as stack:
         with suppress(OSError, LockedError):
             stack.enter_context(lock_file(directory / "lock", doing="planning", timeout_s=_WAIT_S))

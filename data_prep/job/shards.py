@@ -1,4 +1,4 @@
-"""Plans the shards of the splits: each has one source and one range of keys."""
+"""Plans the shards of the splits: each shard has one source and one range of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_prep.tasks.sorted_runs import Array, SortedRun
 from foundation.directory import write_json
 
 _FEW_DOCUMENTS = 256
-"""Documents per shard below which a range of keys may be empty, so that the documents are looked up."""
+"""Documents per shard below which a range of keys may be empty; the documents are then looked up."""
 
 
 def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens: int) -> list[Shard]:
@@ -26,8 +26,8 @@ def plan_shards(kept: Array, memory: Array, reader: RunsReader, *, shard_tokens:
 
     Args:
         kept: int64 [sources, splits, 2 or more], number of kept documents and tokens.
-        memory: int64 [sources, splits], bytes of memory for everything that is read (`memory_bytes`).
-        reader: reader of all runs of the job; only used for groups of few documents.
+        memory: int64 [sources, splits], bytes of memory for all data that is read (`memory_bytes`).
+        reader: reader of all runs of the job; used only for groups of few documents.
         shard_tokens: approximate number of tokens per shard.
     """
     shards: list[Shard] = []

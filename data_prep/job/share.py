@@ -1,13 +1,13 @@
 """One of N shares of a whole job, for schedulers that start N equal processes, each with a number.
 
-Kubernetes' indexed Jobs do so, and a loop over hosts. Each process runs its share of every phase, and waits for the
-others before the next one:
+Kubernetes' indexed Jobs do so, or a loop over hosts. Each process runs its share of every phase, and waits for the
+other processes before the next phase:
 
     share 0:     prepare, map[0::N], ..., reduce[0::N], commit
     share i > 0:          map[i::N], ..., reduce[i::N]
 
-A share that was killed is started again with the same number, on any host: finished tasks are skipped. All shares have
-to run at the same time. They communicate only through the job directory.
+A killed share is started again with the same number, on any host: finished tasks are skipped. All shares have to run at
+the same time. They communicate only through the job directory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 def run_whole_share(config: CorpusConfig, executor: Executor, *, share: tuple[int, int]) -> Manifest | None:
-    """Runs share `share[0]` of `share[1]` of every phase; share 0 prepares the job before and commits it after.
+    """Runs share `share[0]` of `share[1]` of every phase; share 0 first prepares the job and finally commits it.
 
     Returns:
-        The manifest of the output, for share 0; None for the others, and if the output was complete before.
+        The output's manifest, for share 0; None for other shares, and if the output was complete before.
 
     Raises:
         ConfigError, DataError: a pre-flight check or a task fails, or the job belongs to another config.
@@ -55,9 +55,9 @@ def run_whole_share(config: CorpusConfig, executor: Executor, *, share: tuple[in
 
 
 def _prepared(config: CorpusConfig) -> bool:
-    """Prepares the job or resumes it; False when its output is complete.
+    """Prepares the job or resumes it; returns False when its output is complete.
 
-    If this share was started again, other shares may be working on the job: then it is prepared already.
+    If this share was started again, other shares may be working on the job: it is then already prepared.
     """
     inspected = prepare.inspect(config)
     while not prepare.output_is_complete(inspected):
@@ -72,7 +72,7 @@ def _prepared(config: CorpusConfig) -> bool:
 
 
 def _prepared_by_share_0(config: CorpusConfig, job: Job) -> bool:
-    """Waits until share 0 has prepared the job; False when its output is complete."""
+    """Waits until share 0 has prepared the job; returns False when its output is complete."""
     waiting = _PauseReporter("share 0 to prepare the job: is it running?")
     while not (job.root.is_dir() and job.saved_identity() is not None and _has_tokenizer(job)):
         if job.has_output and not job.root.exists():
@@ -86,7 +86,7 @@ def _has_tokenizer(job: Job) -> bool:
 
 
 def _when_unlocked(job: Job, work: Callable[[], T]) -> T | None:
-    """Runs `work` when no other share holds a lock that it needs; None when the job has been committed meanwhile."""
+    """Runs `work` when no other share holds a lock that it needs; returns None if the job was committed meanwhile."""
     waiting = _PauseReporter("the lock of the job, which another share holds")
     while True:
         try:
@@ -100,7 +100,7 @@ def _when_unlocked(job: Job, work: Callable[[], T]) -> T | None:
 
 
 def _others_finished(job: Job, phase: phases.Phase) -> bool:
-    """Waits for the tasks of the other shares; False when the job has been committed meanwhile."""
+    """Waits for the tasks of the other shares; returns False when the job has been committed meanwhile."""
     found = _when_unlocked(job, lambda: phases.shared_tasks(job, phase))
     left = deque[Task](found or [])
     waiting = _PauseReporter(f"{phase.name} tasks of other shares")
@@ -114,9 +114,9 @@ def _others_finished(job: Job, phase: phases.Phase) -> bool:
 
 
 def _drop_finished(tasks: deque[Task]) -> bool:
-    """Drops the tasks before the first unfinished one; returns whether one is left.
+    """Drops the tasks before the first unfinished one; returns whether any task is left.
 
-    All have to finish, so one look at the file system is enough each time: 10,000 tasks would mean 20,000 a second.
+    All tasks have to finish: it is enough to check one task at a time. Checking 10,000 would be 20,000 reads a second.
     """
     while tasks and tasks[0].finished:
         tasks.popleft()

@@ -1,13 +1,13 @@
 """Submits a job as a chain of dependent Slurm jobs: prepare, a job array for each phase, finish.
 
-    prepare -> map[0..N-1] -> ... -> reduce[0..N-1] -> finish      each afterok of the one before
+    prepare -> map[0..N-1] -> ... -> reduce[0..N-1] -> finish      each afterok of the job before
                                                        report      afternotok of finish
 
-All of them run `slurm/data_prep.sbatch`, so its header and sbatch's environment variables apply to all. If a job fails,
-Slurm cancels the later ones (--kill-on-invalid-dep), and report (`slurm_report.py`) names the failed jobs.
+All of them run `slurm/data_prep.sbatch`: its header and sbatch's environment variables apply to all. If a job fails,
+Slurm cancels the later jobs (--kill-on-invalid-dep), and report (`slurm_report.py`) names the failed ones.
 
-Every chain has a directory of its own for its logs beside the output, `NAME.logs/1/`, `NAME.logs/2/`, ...: chain.out of
-prepare, finish and report, PHASE-K.out of element K of a phase.
+Every chain has its own directory for logs beside the output, `NAME.logs/1/`, `NAME.logs/2/`, ... chain.out is the log
+of prepare, finish and report, PHASE-K.out that of element K of a phase.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from foundation.slurm import cancel_jobs, run_slurm, submit_job
 
 DEFAULT_SHARES = 8
 FAILURE = "failure.txt"
-"""File in the job directory with the failure of the last chain, until the next one is submitted."""
+"""File in the job directory that describes the last chain's failure, until the next chain is submitted."""
 CHAIN_LOG = "chain.out"
-"""File name of the log of prepare, finish and report."""
+"""File name of the common log of prepare, finish and report."""
 _PREFIX = "headrace-"
 
 
@@ -57,9 +57,9 @@ class JobChain:
     """The jobs of a chain, in order, before they are submitted.
 
     Attributes:
-        root: the job directory, by which a second chain is detected.
+        root: the job directory, which identifies a second chain.
         script: file that all jobs run.
-        environment: variables for sbatch in addition to the present ones.
+        environment: variables for sbatch in addition to the present environment.
     """
 
     root: Path
@@ -71,7 +71,7 @@ class JobChain:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def jobs(self) -> list[ChainJob]:
-        """All jobs but report, which needs their numbers."""
+        """All jobs except report, which needs their numbers."""
         chain = self._chain_log
         found = [ChainJob("prepare", ("prepare", *self.config), chain)]
         for name in self.phases:
@@ -81,14 +81,14 @@ class JobChain:
         return [*found, ChainJob("finish", ("finish", *self.config), chain)]
 
     def report_job(self, numbers: Sequence[tuple[str, str]]) -> ChainJob:
-        """The job that runs if one of the others fails; `numbers`: (name, id) of each."""
+        """The job that runs if another job fails; `numbers`: (name, id) of each other job."""
         told = (f"{name}={number}" for name, number in numbers)
         arguments = ("--report", str(self.logs), str(self.root), str(self.shares), *told)
         return ChainJob("report", arguments, self._chain_log, after="afternotok")
 
     def command(self, job: ChainJob, *, dependency: str | None) -> list[str]:
         """The command line that submits a job; `dependency`: number of the job before."""
-        # --kill-on-invalid-dep: a job whose dependency has failed is canceled, instead of waiting for ever
+        # --kill-on-invalid-dep cancels a job whose dependency has failed, which would wait for ever
         common = ["--parsable", "--export=ALL", "--kill-on-invalid-dep=yes", f"--comment={self.root}"]
         before = [] if dependency is None else [f"--dependency={job.after}:{dependency}"]
         own = [f"--job-name={_PREFIX}{job.name}", *before, *job.options]
@@ -102,16 +102,16 @@ class JobChain:
 def plan_chain(
     config: CorpusConfig, *, words: Sequence[str], shares: int | None = None, script: Path | None = None
 ) -> JobChain:
-    """The chain of a config; nothing is written yet.
+    """Plans the chain of a config; writes nothing.
 
     Args:
         words: arguments of the command line that name the config; relative paths start in the working directory.
-        shares: number of Slurm jobs in the array of each phase; None: 8.
-        script: script that the jobs run; None: the shipped one.
+        shares: number of Slurm jobs in each phase's array; None for 8.
+        script: script that the jobs run; None for the shipped script.
     """
     job = Job(config)
     given = script is not None
-    # in a checkout the real file, beside which the environment is
+    # in a checkout, the real file: the environment is beside it
     script = script or (SHARE / "slurm" / "data_prep.sbatch").resolve()
     return JobChain(
         job.root.absolute(),
@@ -125,10 +125,10 @@ def plan_chain(
 
 
 def submit(config: CorpusConfig, *, file: str, overrides: Sequence[str], shares: int | None) -> str:
-    """Submits the chain of a config; returns the message for the user.
+    """Submits a config's chain; returns the message for the user.
 
     Raises:
-        ConfigError: there is no Slurm, or sbatch fails.
+        ConfigError: Slurm is missing, or sbatch fails.
         DataError: a chain for this output is queued or running.
     """
     words = ["--config", file, *(word for value in overrides for word in ("--set", value))]
@@ -146,7 +146,7 @@ def submit_chain(chain: JobChain) -> list[tuple[str, str]]:
         (name, number) of each job in order; the last two are finish and report.
 
     Raises:
-        ConfigError: there is no Slurm, or sbatch fails.
+        ConfigError: Slurm is missing, or sbatch fails.
         DataError: a chain for this output is queued or running.
     """
     if shutil.which("sbatch") is None:
@@ -192,14 +192,14 @@ def _submit_job(chain: JobChain, job: ChainJob, numbers: Sequence[tuple[str, str
 
 def _environment(root: Path) -> dict[str, str]:
     found = {"HEADRACE_ROOT": str(root)}
-    if not (root / ".venv").is_dir() and "HEADRACE_VENV" not in os.environ:  # a wheel: the environment that runs now
+    if not (root / ".venv").is_dir() and "HEADRACE_VENV" not in os.environ:  # a wheel: use its environment
         activate = Path(sys.prefix) / "bin" / "activate"
         found["HEADRACE_VENV"] = sys.prefix if activate.is_file() else ""
     return found
 
 
 def last_logs(output: Path) -> Path | None:
-    """Directory of the logs of an output's last chain; None if there was none."""
+    """Directory of the logs of an output's last chain; None without a chain."""
     parent = _logs_of(output)
     taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
     return parent / str(max(taken)) if taken else None
@@ -215,7 +215,7 @@ def _next_logs(output: Path) -> Path:
 
 
 def _check_no_other_chain(root: Path, phases: Sequence[str]) -> None:
-    """Raises DataError if another chain exists: two would do all the work twice, though the output would be right."""
+    """Raises DataError if another chain exists: two would do all work twice, though the output would be right."""
     names = ",".join(_PREFIX + name for name in ("prepare", *phases, "finish"))
     rows = run_command("squeue", "--noheader", f"--name={names}", "--format=%F|%j|%T|%k")
     own = sorted({tuple(row.split("|")[:3]) for row in rows if row.split("|", 3)[3] == str(root)})
@@ -227,7 +227,7 @@ def _check_no_other_chain(root: Path, phases: Sequence[str]) -> None:
 
 
 def run_command(*command: str) -> list[str]:
-    """The lines that a command of Slurm prints.
+    """Runs a command of Slurm; returns the lines that it prints.
 
     Raises:
         ConfigError: the command fails.

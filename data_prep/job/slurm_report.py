@@ -1,7 +1,7 @@
-"""Reports failures in a chain of Slurm jobs: its last job prints them, and writes them to the job directory.
+"""Reports failures in a chain of Slurm jobs: the chain's last job prints them and writes them to the job directory.
 
 Slurm forgets a job MinJobAge (300 s by default) after its end, which may be long before the other elements of its array
-have ended. So the logs decide which elements failed; Slurm adds its reason where it still has one.
+have ended. So the logs decide which elements failed; where Slurm still has a reason, it is added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNKNOWN = "failed; Slurm no longer has the reason"
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed job; `element` is its index in an array, or -1; `log` is None if it has not written one."""
+    """A failed job; `element`: its index in an array, or -1; `log`: its log, or None if it has not written one."""
 
     name: str
     number: str
@@ -41,7 +41,7 @@ class Failure:
 
 
 def report(logs: Path, root: Path, shares: int, jobs: Sequence[str]) -> list[str]:
-    """Describes a chain's failed jobs with the ends of their logs, also in `FAILURE` in the job directory.
+    """Describes a chain's failed jobs, with the ends of their logs; writes the text to `FAILURE` in the job directory.
 
     Args:
         logs: directory of the chain's logs.
@@ -57,7 +57,7 @@ def report(logs: Path, root: Path, shares: int, jobs: Sequence[str]) -> list[str
     if not failed:
         lines = [f"error: the job was not finished, and Slurm no longer knows why: see {logs / CHAIN_LOG}"]
     lines.append("  try: fix the cause, then submit again: finished tasks are skipped")
-    with suppress(OSError):  # the full disk may be the cause
+    with suppress(OSError):  # a full disk may be the cause
         write_text(root / FAILURE, "\n".join(lines) + "\n")
     return lines
 
@@ -66,7 +66,7 @@ def _failures(
     name: str, number: str, logs: Path, shares: int, reasons: dict[tuple[str, int], str]
 ) -> Iterator[Failure]:
     known = {element: reason for (job, element), reason in reasons.items() if job == number}
-    if -1 in known:  # prepare and finish; or a whole array
+    if -1 in known:  # prepare, finish or a whole array
         yield Failure(name, number, -1, known[-1], logs / CHAIN_LOG if name in ("prepare", "finish") else None)
         return
     for element in range(shares):
@@ -88,7 +88,7 @@ def _reasons(numbers: Sequence[str]) -> dict[tuple[str, int], str]:
     form = "--format=%F|%K|%T|%r"
     rows: list[str] = []
     for number in numbers:
-        with suppress(ConfigError):  # "Invalid job id specified": forgotten
+        with suppress(ConfigError):  # "Invalid job id specified": Slurm has forgotten it
             rows += run_command("squeue", "--noheader", "--array", f"--jobs={number}", f"--states={_FAILED}", form)
     fields = [row.split("|") for row in rows]
     # jobs that Slurm canceled for a failed dependency are not the cause
@@ -101,4 +101,4 @@ def _reasons(numbers: Sequence[str]) -> dict[tuple[str, int], str]:
 
 if __name__ == "__main__":
     print("\n".join(report(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])), file=sys.stderr)
-    sys.exit(1)  # so that the chain's last job is FAILED
+    sys.exit(1)  # the chain's last job becomes FAILED

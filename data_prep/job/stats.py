@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT, _GAP = 560, 120, 2
 
 @dataclass(frozen=True)
 class SourceStats:
-    """One source in one split; `lengths[k]` is the number of documents of 2^k up to 2^(k + 1) - 1 tokens."""
+    """One source in one split; `lengths[k]`: number of documents with 2^k up to 2^(k + 1) - 1 tokens."""
 
     split: str
     source: str

@@ -20,12 +20,12 @@ from foundation.section import parse
 
 _LOG_LINES = 8
 _SILENT_S = 30.0
-"""Age of a status note, in seconds, from which its process is reported as silent (suspended or lost)."""
+"""Age of a status note, in seconds, above which its process is reported as silent (suspended or lost)."""
 
 
 @dataclass(frozen=True)
 class PhaseStatus:
-    """Tasks of a phase; `total` is None if it is not known until the phase before has finished."""
+    """Tasks of a phase; `total` is None until the phase before has finished, if only that phase determines it."""
 
     name: str
     finished: int
@@ -33,7 +33,7 @@ class PhaseStatus:
 
 
 def report(config: CorpusConfig) -> list[str]:
-    """The progress of a job, as lines of text.
+    """Reports the progress of a job, as lines of text.
 
     Raises:
         DataError: there is neither a job nor an output.
@@ -50,7 +50,7 @@ def report(config: CorpusConfig) -> list[str]:
 
 
 def report_of(directory: Path) -> list[str]:
-    """The progress of a job given by its directory `.NAME.job` or its output NAME, as lines of text.
+    """Reports the progress of a job, given its directory `.NAME.job` or its output NAME, as lines of text.
 
     Raises:
         DataError: there is neither a job nor an output, or job.json is damaged.
@@ -93,7 +93,7 @@ def _failure(root: Path) -> list[str]:
 
 
 def _last_chain(output: Path) -> str:
-    """State of a chain of Slurm jobs that has not begun the job, and what to do."""
+    """State of a chain of Slurm jobs that has not started the job, and what to do."""
     logs = last_logs(output)
     if logs is None:
         return "\n  try: start it"

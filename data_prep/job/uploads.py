@@ -1,11 +1,11 @@
 """Outputs in object stores: reduce tasks upload their shards as they finish, and the manifest follows at the end.
 
-    s3://bucket/tokens/.job.json                         the job that works for this output, until it is finished
+    s3://bucket/tokens/.job.json                         the job that makes this output, until it is finished
     s3://bucket/tokens/train/shard-00000.bin, ...        shards of finished reduce tasks
-    s3://bucket/tokens/manifest.json                     the last object that is written, where none exists
+    s3://bucket/tokens/manifest.json                     the last object that is written, if none exists
 
-Jobs of one identity (config and inputs) write the same bytes, so that one that is started again, on any host, may find
-what another has uploaded. A job of another identity is refused: the two would mix their shards.
+Jobs with one identity (config and inputs) write the same bytes: a job that is started again, on any host, may find the
+uploads of an earlier start. A job with another identity is refused: the two would mix their shards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Leftovers:
     """Objects that a job has left in an object store.
 
     Attributes:
-        objects: name -> size and version; the claim is the last one.
+        objects: name -> size and version; the claim comes last.
         claim: host and job directory of the job; empty if the output is finished.
         finished: whether there is a finished output; its files are not listed.
     """
@@ -56,7 +56,7 @@ def claim(job: Job, identity: Mapping[str, Any]) -> None:
     """Marks an output as belonging to an unfinished job. Needs the exclusive lock.
 
     Raises:
-        DataError: there is an unfinished job of another identity, in another directory.
+        DataError: there is an unfinished job with another identity, in another directory.
         StorageError: the store cannot be written to.
     """
     assert job.url is not None
@@ -70,11 +70,11 @@ def claim(job: Job, identity: Mapping[str, Any]) -> None:
     if any(other.get(key) != own[key] for key in ("host", "directory")):
         why = f"{job.url} has shards of an unfinished job with other settings or inputs, working in {_where(other)}"
         raise DataError(f"{why}\n  try: headrace prep clean {job.url}, or another output")
-    put_object(place, text)  # that job was in this directory, whose lock this one has
+    put_object(place, text)  # that job was in this directory; this job has its lock
 
 
 def forget_lost(job: Job) -> None:
-    """Removes the markers of shards that are not in the store, so that their tasks run again. Needs the lock."""
+    """Removes the markers of shards that the store lacks: their tasks then run again. Needs the lock."""
     assert job.url is not None
     markers = list((job.root / "reduce").glob("[!.]*.json"))
     there = objects_below(job.url) if markers else {}
@@ -90,7 +90,7 @@ def commit(out: Path, url: str, *, uploaded: Mapping[str, Mapping[str, Any]], ab
     """Completes an output of uploaded shards with the files of a local directory; the manifest comes last.
 
     Args:
-        out: local directory with all files but the shards.
+        out: local directory with all files except the shards.
         url: URL of the output.
         uploaded: name of each shard file -> {"bytes", "sha256"}.
         about: kind, config, parents and details of the manifest.
@@ -113,14 +113,14 @@ def commit(out: Path, url: str, *, uploaded: Mapping[str, Mapping[str, Any]], ab
 
 
 def release(url: str) -> None:
-    """Removes the claim of a finished output, and its job's files on this host."""
-    if _read_claim(url):  # who may only read may start a finished job again
+    """Removes the claim of a finished output, and the job's files on this host."""
+    if _read_claim(url):  # a user with only read access may start a finished job again
         delete(f"{url}/{CLAIM}")
     shutil.rmtree(local_output(url).parent, ignore_errors=True)
 
 
 def leftovers(url: str) -> Leftovers:
-    """Lists the objects that an unfinished job has left, without files in the manifest of a finished output.
+    """Lists the objects that an unfinished job has left, except files in a finished output's manifest.
 
     Raises:
         DataError: a manifest or a claim is damaged.
@@ -137,11 +137,11 @@ def leftovers(url: str) -> Leftovers:
 
 
 def clean(url: str, found: Leftovers) -> None:
-    """Deletes an unfinished job's objects in the store and files on this host; the claim last.
+    """Deletes an unfinished job's objects in the store and its files on this host; the claim last.
 
     Raises:
-        DataError: a job of this host works for this output.
-        StorageError: the store does not allow it.
+        DataError: a job on this host is making this output.
+        StorageError: the store does not allow deletion.
     """
     place = local_output(url).parent
     lock = place / f".{local_output(url).name}.job" / "lock"

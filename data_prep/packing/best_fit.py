@@ -1,9 +1,9 @@
 """Best-fit-decreasing bin packing, for all pieces of one length at a time.
 
 Ding et al. 2024, "Fewer truncations improve language modeling" (arXiv:2404.10830), section 3: pieces are placed in
-descending order of length, each into the fullest bin that still has room, or else into a new one. Lengths are integers
-up to the bin's size, so all pieces of one length are placed together: the result is that of placing them one by one, at
-a cost that grows with the number of distinct lengths instead of the number of pieces.
+descending order of length, each into the fullest bin that still has room, or else into a new bin. Lengths are integers
+up to the bin's size, which allows placing all pieces of one length together. The result equals placing them one by one,
+at a cost that grows with the number of distinct lengths instead of the number of pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def best_fit(lengths: I64, *, size: int) -> I64:
 
 
 class _Bins:
-    """Bins by their free room; `count` is the number of all bins."""
+    """Bins by free room; `count` is the number of all bins."""
 
     def __init__(self, size: int) -> None:
         self.count = 0
@@ -48,7 +48,7 @@ class _Bins:
         self._rooms = 0  # bit r is set if there are bins with room r
 
     def place(self, length: int, pieces: int) -> I64:
-        """Places pieces of one length, which is at most the length of all earlier ones.
+        """Places pieces of one length, which is at most the length of any earlier piece.
 
         Returns:
             int64 [pieces], bin of each piece.
@@ -56,7 +56,7 @@ class _Bins:
         placed: list[I64] = []
         while pieces:
             room, bins = self._take_fullest(length, pieces)
-            each = room // length  # a bin that got a piece stays the fullest that fits, until no more do
+            each = room // length  # a bin that got a piece stays the fullest fitting bin until no piece fits
             full = min(bins.size, pieces // each)
             placed.append(np.repeat(bins[:full], each))
             self._put(room - each * length, bins[:full])
@@ -69,7 +69,7 @@ class _Bins:
         return np.concatenate(placed)
 
     def _take_fullest(self, length: int, pieces: int) -> tuple[int, I64]:
-        """Removes the bins with the least sufficient room: (room, their numbers); makes new ones if there are none."""
+        """Removes the bins with the least sufficient room: (room, their numbers); makes new bins if there are none."""
         fitting = self._rooms >> length
         if not fitting:
             first = self.count

@@ -1,7 +1,7 @@
 """Documents that are longer than a sample: cut into pieces, truncated, or dropped.
 
-A piece of a conversation that begins in its middle is an answer without its prompt, and one that is cut off within an
-answer never ends. So a conversation is truncated to its last whole answer unless asked otherwise. A text is cut.
+A piece that begins in the middle of a conversation is an answer without its prompt; a piece that ends within an answer
+never stops. So a conversation is truncated to its last whole answer unless asked otherwise. A text is cut.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def shorten(bounds: I64, mask: npt.NDArray[np.uint8] | None, *, length: int, lon
         bounds: int64 [documents + 1], document starts (`TokenFile.document_starts`), ending with the file's end.
         mask: loss mask of the shard; None if all tokens count.
         length: T, tokens per sample.
-        long: treatment of long documents; "auto" truncates a document if its mask leaves out tokens besides the first
-            and the last, and cuts otherwise.
+        long: treatment of long documents; "auto" truncates a document if its mask excludes tokens besides the first and
+            the last, and cuts other documents.
 
     Returns:
         int64 [documents].
@@ -44,28 +44,28 @@ def shorten(bounds: I64, mask: npt.NDArray[np.uint8] | None, *, length: int, lon
 
 
 def _whole_answers(learnt: npt.NDArray[np.uint8]) -> int:
-    """Number of tokens up to the end of the last answer that is complete within these tokens."""
+    """Number of tokens up to the end of the last complete answer among these tokens."""
     ends = np.flatnonzero((learnt[:-1] == 1) & (learnt[1:] == 0))
     return int(ends[-1]) + 1 if ends.size else 0
 
 
 def count_targets(mask: npt.NDArray[np.uint8] | None, starts: I64, tokens: I64) -> int:
-    """Counts the targets in pieces of a shard: tokens but the first of a piece that are in the mask, uint8 [tokens].
+    """Counts the targets in pieces of a shard: tokens in the mask, uint8 [tokens], except the first of each piece.
 
     Args:
-        starts, tokens: int64 [pieces], first token and number of tokens of each piece; less than two have no target.
+        starts, tokens: int64 [pieces], first token and number of tokens of each piece; a single token has no target.
     """
     starts, tokens = starts[tokens > 1], tokens[tokens > 1]
     if mask is None or not starts.size:
         return int((tokens - 1).sum())
     first = int(starts[0])
-    edges = np.column_stack([starts + 1, starts + tokens]).ravel() - first  # what lies between pieces is left out
-    part = np.append(mask[first : first + edges[-1]], np.uint8(0))  # so that the last edge is an index
+    edges = np.column_stack([starts + 1, starts + tokens]).ravel() - first  # tokens between pieces are left out
+    part = np.append(mask[first : first + edges[-1]], np.uint8(0))  # the last edge is then an index
     return int(np.add.reduceat(part, edges, dtype=np.int64)[::2].sum())
 
 
 def describe(entry: dict[str, Any], *, length: int) -> str:
-    """A line on the long documents of a packing, from its manifest; "" without any, or if they were not counted."""
+    """Describes a packing's long documents in a line, from its manifest; "" if there are none or no counts."""
     if not entry.get("long"):
         return ""
     kept = {"cut": "cut into pieces, of which all but the first begin in the middle", "dropped": "left out"}

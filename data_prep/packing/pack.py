@@ -1,8 +1,9 @@
 """`python -m data_prep pack DIR --length T`: packs whole documents into training samples with little padding.
 
 In each shard, blocks of `look_ahead` consecutive documents are packed independently, long ones by the rules of
-`long_documents.py`: a sample has documents of one block, and memory is bounded. The result is a subdirectory of the
-tokens directory, which is otherwise unchanged: tokens keep their fingerprint, and may be packed for several lengths.
+`long_documents.py`: all documents of a sample come from one block, and memory is bounded. The result is a subdirectory
+of the tokens directory. The rest of that directory is unchanged: tokens keep their fingerprint, and may be packed for
+several lengths.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from foundation.paths import LOCAL
 LOOK_AHEAD = 1 << 16
 """Documents per block. With web-like lengths, padding is 0.01 % at T = 2048 and 8192; a block takes a dozen MB."""
 PACKED = "train"
-"""Split that is packed. Held-out text is always evaluated in contiguous windows, every token of it."""
+"""Split to pack. Held-out text is always evaluated in contiguous windows that cover every token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +84,8 @@ def pack(
         The manifest of the new directory, or the existing one if it was already packed in the same way.
 
     Raises:
-        DataError: it is not a tokens directory; a packing that was made differently exists; no document is left; or
-            another process is packing.
+        DataError: the path is not a tokens directory; a packing exists that was made differently; no document is left;
+            or another process is packing.
     """
     tokens = read_manifest(directory, kind="tokens")
     final, config = directory / packing_name(length), dict[str, Any](length=length, look_ahead=look_ahead)
@@ -95,7 +96,7 @@ def pack(
     if final.exists():
         return _existing(final, config, parents)
     with _exclusive(final):
-        if final.exists():  # made by the process that held the lock before
+        if final.exists():  # the process that held the lock before made it
             return _existing(final, config, parents)
         staging = fresh_staging(final)
         (staging / PACKED).mkdir()
@@ -140,13 +141,13 @@ class PackTask:
 
     @property
     def finished(self) -> bool:
-        """Implements `Task.finished`: a packing does not resume, it starts over."""
+        """Implements `Task.finished`: an interrupted packing does not resume, it starts over."""
         return False
 
     def run(self, report: Report) -> Marker:
         """Implements `Task.run`; returns counts and the SHA-256 of the file.
 
-        The counts are of bins, pieces, training targets, padding positions, long documents and targets lost with them.
+        It counts bins, pieces, training targets, padding positions, long documents and the targets lost with them.
         """
         file, counts = TokenFile.open(self.source), Counter(dict.fromkeys(_COUNTS, 0))
         blocks = list(self._blocks(file, open_mask(self.source, tokens=file.tokens.size), counts, report))
@@ -162,7 +163,7 @@ class PackTask:
     def _blocks(
         self, file: TokenFile, mask: Any, counts: Counter[str], report: Report
     ) -> Iterator[tuple[I64, I64, I64]]:
-        """Yields for each block the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
+        """Yields, for each block, the number of pieces in each bin, and the starts and lengths of all pieces by bin."""
         for first in range(0, file.documents, self.look_ahead):
             end = min(first + self.look_ahead, file.documents)
             bounds = file.document_starts(np.arange(first, end + 1))
@@ -188,10 +189,11 @@ _COUNTS = ("targets", "lost", "long", "cut", "truncated", "dropped")
 def _exclusive(final: Path) -> Iterator[None]:
     """Holds the lock of a packing.
 
-    Its file is removed only when the packing exists: until then, a process that has opened it still excludes others.
+    The lock file is removed only when the packing exists: until then, a process that has opened it still excludes
+    others.
 
     Raises:
-        DataError: another process holds it.
+        DataError: another process holds the lock.
     """
     path = final.parent / f".{final.name}.lock"
     with lock_file(path, doing=f"packing {final.parent} into {final.name}"):
@@ -200,14 +202,14 @@ def _exclusive(final: Path) -> Iterator[None]:
 
 
 def _run(tasks: list[PackTask], *, workers: int) -> dict[Any, Marker]:
-    if workers == 1:  # a small dataset is packed before a worker process would have started
+    if workers == 1:  # a small dataset is packed before a worker process could start
         return {task: task.run(_ignore_progress) for task in tasks}
     with LocalExecutor(workers) as executor:
         return dict(executor.run(tasks, report=_ignore_progress))
 
 
 def _ignore_progress(_counts: Counts) -> None:
-    """Packing takes seconds where data prep takes hours, so its progress is not shown."""
+    """Ignores progress: packing takes seconds where data prep takes hours."""
 
 
 def _existing(final: Path, config: dict[str, Any], parents: dict[str, Any]) -> Manifest:

@@ -1,4 +1,4 @@
-"""Values of Arrow columns as the JSON they stand for: columns of JSON, maps, and structs with fields of other rows."""
+"""Converts Arrow values to JSON: columns of JSON, maps, and structs that have other rows' fields as nulls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def may_be_messages(kind: Any) -> bool:
 
 
 def has_optional_keys(kind: Any, *, depth: int = 0) -> bool:
-    """Whether rows of this type may lack keys: a struct has the fields of all rows, null where a row had none."""
+    """Whether rows of this type may lack keys: a struct has the fields of all rows, null where a row lacks the key."""
     if is_list(kind):
         return has_optional_keys(kind.value_type, depth=depth)
     if not pa.types.is_struct(kind):
@@ -53,12 +53,12 @@ def json_value(value: Any, kind: Any, *, keep: frozenset[str] = frozenset()) -> 
     """Converts a value of `to_pylist` to the JSON that it stands for.
 
     JSON text is parsed, a map becomes an object, and null fields of structs are left out: a struct has the fields of
-    all rows of a file, which are null in a row that never had such a key.
+    all rows of a file, which are null in rows that never had these keys.
 
     Args:
         value: value of the type `kind`.
         kind: Arrow type of the value.
-        keep: names of fields that stay even if null, in structs that are not within others.
+        keep: names of fields that stay even if null, in structs that are not nested.
 
     Raises:
         ValueError: JSON text is not valid.

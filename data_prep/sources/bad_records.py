@@ -22,7 +22,7 @@ class BadRecordCount:
         self._config = config
 
     def add(self, bad: BadRecord) -> None:
-        """Counts one record or file; a file is counted once, even if it is reported several times."""
+        """Counts one record or file; a file counts once even if it is reported several times."""
         if bad.reason != DAMAGED_FILE:
             self.records += 1
             self._first_records += [bad] if len(self._first_records) < _SHOWN else []
@@ -34,23 +34,23 @@ class BadRecordCount:
         """Checks the counts against the limits.
 
         Raises:
-            DataError: a limit is exceeded; names the first few records, their reasons, and the limit that would allow
-            them.
+            DataError: a limit is exceeded; the message names the first few records, their reasons, and the limit that
+                would allow them.
         """
         self._check_one("files", len(self._files), self._config.max_bad_files, self._first_files)
         self._check_one("records", self.records, self._config.max_bad_records, self._first_records)
 
     def add_all(self, listed: Iterable[BadRecord]) -> None:
-        """Counts all records, then checks, so that the message has the full number."""
+        """Counts all records, then checks: the message has the full number."""
         for bad in listed:
             self.add(bad)
         self.check()
 
     def check_any_used(self) -> None:
-        """Refuses a corpus without documents if unreadable records are the reason.
+        """Refuses a corpus without documents if the reason is unreadable records.
 
         Raises:
-            DataError: there are unreadable records; names the first few.
+            DataError: there are unreadable records; the message names the first few.
         """
         if self.records:
             why = f"no document is left: {self.records} records are unreadable, which max_bad_records allows"
@@ -75,6 +75,6 @@ class BadRecordCount:
 
 
 def _listed(first: list[BadRecord], found: int) -> str:
-    """A line for each of the first records, and one for the others of `found`."""
+    """Makes a line for each of the first records, and one for the rest of `found`."""
     lines = [f"  {bad.source}: {bad.place()}: {bad.reason} ({bad.detail})" for bad in first]
     return "\n".join(lines + ([f"  ... and {found - len(first)} more"] if found > len(first) else []))

@@ -1,4 +1,4 @@
-"""Byte streams of input files: decompressed by suffix, hashed while read, with damage distinguished from the end."""
+"""Byte streams of input files: decompressed by suffix and hashed while read; damage is distinguished from the end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 10
 """Compressed bytes per call of a decompressor: with 4 KiB gzip takes 8 % longer, with 1 MiB 25 %."""
 _ZSTD_PIECE_BYTES = 2 << 10
-"""Compressed bytes per call for zstd, 4 of which may stand for 128 KiB: 64 MiB of zeros (512 MiB at 16 KiB)."""
+"""Compressed bytes per call for zstd: 4 may stand for 128 KiB, 2 KiB for 64 MiB of zeros (16 KiB for 512 MiB)."""
 _SMALL_PIECE_BYTES = 1 << 10
-"""Compressed bytes per call for bzip2 (45 may stand for 900 kB), xz (1 for 7 kB), lz4 (1 for 255): 20 MB at most."""
+"""Compressed bytes per call for bzip2 (45 may stand for 900 kB), xz (1 for 7 kB), lz4 (1 for 255): at most 20 MB."""
 _ZSTD_WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`; memory is used only as a frame fills it
 _GZIP_WBITS = 31  # zlib's code for deflate with a gzip header and trailer
 
@@ -45,7 +45,7 @@ DAMAGE: tuple[type[Exception], ...] = (*DECOMPRESSION_ERRORS, DamagedFileError)
 
 
 class Digest:
-    """XXH3-128 of bytes [start, end) of a file as stored, computed from the bytes that a reader reads anyway."""
+    """XXH3-128 of bytes [start, end) of a file as stored, computed from bytes that a reader reads anyway."""
 
     def __init__(self, path: str, *, start: int, end: int) -> None:
         self._path, self._start, self._next, self._end = path, start, start, end
@@ -57,7 +57,7 @@ class Digest:
         return self._next - self._start
 
     def update(self, data: memoryview, offset: int) -> None:
-        """Hashes the part of `data`, read at `offset`, that continues what was hashed so far; ignores the rest."""
+        """Hashes the part of `data`, read at `offset`, that continues the hashed bytes; ignores the rest."""
         first, last = self._next - offset, min(self._end - offset, len(data))
         if 0 <= first < last:
             self._hash.update(data[first:last])
@@ -104,7 +104,7 @@ class HashingReader(io.RawIOBase):
 
 
 class _Bzip2Stream:
-    """A `bz2.BZ2Decompressor` that reports damage as an `EOFError`, since an `OSError` is one of the storage."""
+    """A `bz2.BZ2Decompressor` that reports damage as an `EOFError`, because an `OSError` means a storage error."""
 
     def __init__(self) -> None:
         self._stream = bz2.BZ2Decompressor()
@@ -149,7 +149,7 @@ def lz4_frame() -> Any:
     """The module `lz4.frame`.
 
     Raises:
-        DataError: its package is not installed.
+        DataError: the package is not installed.
     """
     try:
         from lz4 import frame  # noqa: PLC0415 - an optional package
@@ -163,7 +163,7 @@ class _Format:
     """A compression format.
 
     Attributes:
-        new_frame: makes a decompressor of one frame.
+        new_frame: function that makes a decompressor of one frame.
         padding: bytes that are allowed between frames.
         piece_bytes: compressed bytes per call.
     """
@@ -187,14 +187,14 @@ _FORMATS = {
 class _Decompressor(io.RawIOBase):
     """Raw stream of a compressed file's contents: its frames (zstd), members (gzip) or streams, concatenated.
 
-    It decompresses small pieces, and raises an error only after all data before it has been read, so that damage costs
-    at most one piece. ISA-L is about twice as fast as zlib.
+    It decompresses small pieces, and raises an error only after all data before it has been read: damage costs at most
+    one piece. ISA-L is about twice as fast as zlib.
     """
 
     def __init__(self, file: io.RawIOBase, form: _Format) -> None:
         self._file, self._format = file, form
         self._frame: Any = None
-        self._padding = b""  # not before the first frame
+        self._padding = b""  # none before the first frame
         self._compressed = memoryview(b"")
         self._decompressed = memoryview(b"")
         self._error: Exception | None = None
@@ -246,7 +246,7 @@ class _Decompressor(io.RawIOBase):
 
 
 def open_bytes(path: str, digest: Digest) -> io.RawIOBase:
-    """Opens a file as a raw stream; compressed ones are decompressed, see `storage.COMPRESSED`.
+    """Opens a file as a raw stream; compressed files are decompressed, see `storage.COMPRESSED`.
 
     Args:
         path: local path or URL.

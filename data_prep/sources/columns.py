@@ -26,11 +26,11 @@ def check_schema(schema: Any, *, path: str, at: str, wanted: WantedFields) -> bo
     """Checks that a table has the columns that the config names.
 
     Returns:
-        Whether a null in a struct of a conversation counts as a key that the row does not have.
+        Whether a null in a struct of a conversation counts as a key that the row lacks.
 
     Raises:
-        ConfigError: a column is missing or there are several of its name, or the text column holds neither strings nor
-            bytes nor JSON, or that of messages no lists.
+        ConfigError: a column is missing or its name is ambiguous, the text column holds neither strings nor bytes nor
+            JSON, or the messages column holds no lists.
     """
     text = "messages_field" if wanted.conversation else "text_field"
     said = [*wanted.prompt, wanted.text]
@@ -68,12 +68,12 @@ def _may_be_text(kind: Any) -> bool:
 
 
 def present(schema: Any, wanted: WantedFields) -> list[str]:
-    """The wanted columns that a table has once, paths into structs such as `meta.text` among them."""
+    """The wanted columns that a table has once, including paths into structs such as `meta.text`."""
     return [name for name in wanted.columns if schema.names.count(name) <= 1 and _field(schema, name) is not None]
 
 
 def _field(schema: Any, name: str) -> Any:
-    """The field of a column's name, or of a path through structs; None if there is none."""
+    """The field for a column's name, or for a path through structs; None if there is none."""
     if name in schema.names:
         return schema.field(schema.names.index(name))
     first, *path = name.split(".")
@@ -107,14 +107,14 @@ def _column(batch: Any, name: str) -> Any:
     first, *path = name.split(".")
     column = batch.column(first)
     for part in path:
-        column = pc.struct_field(column, part)  # null where the struct is
+        column = pc.struct_field(column, part)  # null where the struct is null
     return column
 
 
 def batches(
     batch: Any, *, first_row: int, source: str, file: str, wanted: WantedFields
 ) -> Iterator[TextBatch | BadRecord]:
-    """Yields the rows of a record batch; its first row is row `first_row` of the file."""
+    """Yields the rows of a record batch, the first of which is row `first_row` of the file."""
     extra = {n: _cells(_column(batch, n)) for n in wanted.extra if _field(batch.schema, n) is not None}
     texts = _conversations(batch, wanted) if wanted.conversation else _texts(_column(batch, wanted.text))
     pending = TextBatch()
@@ -148,7 +148,7 @@ def _decoded(cell: bytes) -> str | UnicodeDecodeError:
 
 
 def _cells(column: Any) -> list[Any]:
-    """The column's values: None for null, a `ValueError` for a string that is not UTF-8, or JSON that is not JSON."""
+    """The column's values: None for null, a `ValueError` for a string that is not UTF-8 or for invalid JSON."""
     cells = _raw_cells(column)
     return [_json_cell(cell, column.type) for cell in cells] if is_json(column.type) else cells
 
@@ -176,7 +176,7 @@ def _cell(cell: Any) -> Any:
 
 
 def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
-    """Conversations as lines of JSON; an exception for a row that is not one."""
+    """Conversations as lines of JSON; an exception for a row without a conversation."""
     said = [_column(batch, name) for name in (*wanted.prompt, wanted.text)]
     tools = pa.nulls(batch.num_rows) if wanted.tools is None else _column(batch, wanted.tools)
     kinds = [column.type for column in (*said, tools)]
@@ -184,7 +184,7 @@ def _conversations(batch: Any, wanted: WantedFields) -> list[Any]:
 
 
 def _conversation(row: tuple[Any, ...], kinds: list[Any]) -> Any:
-    """The line for a row of prompt fields (if any), messages or answer, and tools; an exception if it has none."""
+    """The line for a row of prompt fields (if any), messages or answer, and tools; an exception if the row has none."""
     for cell in row:
         if isinstance(cell, UnicodeDecodeError):
             return cell
@@ -193,12 +193,12 @@ def _conversation(row: tuple[Any, ...], kinds: list[Any]) -> Any:
         if prompt:
             messages = prompt_and_answer(prompt, messages)
         return conversation_line(messages, json_value(row[-1], kinds[-1]))
-    except (ValueError, TypeError) as error:  # ConversationError among them
+    except (ValueError, TypeError) as error:  # includes ConversationError
         return error
 
 
 _ALWAYS = frozenset({"content"})
-"""Field that stays even if null: templates test it, and it is null where an assistant only calls tools."""
+"""Field that stays even if null: templates test it, and it is null where the assistant only calls tools."""
 
 
 def _length_problem(text: str, wanted: WantedFields) -> tuple[str, str] | None:
@@ -212,7 +212,7 @@ def _row_problem(text: Any, row: int, extra: dict[str, list[Any]], wanted: Wante
     """Reason and detail if the row cannot be used, else None."""
     if not isinstance(text, str):
         return _text_problem(text, wanted)
-    if extra:  # checked per row, and most sources have no extra columns
+    if extra:  # checked per row; most sources have no extra columns
         for name, column in extra.items():
             if isinstance(column[row], UnicodeDecodeError):
                 return "not UTF-8", f"'{name}': {column[row]}"

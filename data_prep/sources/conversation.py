@@ -18,8 +18,8 @@ class ConversationError(ValueError):
 def conversation_line(messages: Any, tools: Any = None) -> str:
     """Serializes a conversation as one line of JSON, which readers pass on as the document's text.
 
-    Messages that are a string of JSON, or strings of JSON in a list, are parsed; those of ShareGPT (`from`, `value`)
-    get a role.
+    Messages given as a string of JSON, or as strings of JSON in a list, are parsed; messages of ShareGPT (`from`,
+    `value`) get a role.
 
     Raises:
         ConversationError: the messages are not a non-empty list of objects with a "role".
@@ -35,10 +35,10 @@ def conversation_line(messages: Any, tools: Any = None) -> str:
 
 
 def _parsed(value: Any, *, what: str) -> Any:
-    """A value, parsed if it is a string of JSON.
+    """Parses a value if it is a string of JSON; returns other values unchanged.
 
     Raises:
-        ConversationError: it is another string.
+        ConversationError: the value is another string.
     """
     if not isinstance(value, str):
         return value
@@ -74,7 +74,7 @@ def message_text(line: str) -> str:
 
 
 def joined_parts(parts: Sequence[Any]) -> str:
-    """The text of a content that is a list of parts, strings or `{"type": "text", "text": ...}`.
+    """The text of a content given as a list of parts: strings, or `{"type": "text", "text": ...}`.
 
     Raises:
         ConversationError: a part is something else, such as an image.
@@ -96,7 +96,7 @@ def prompt_and_answer(prompt: Sequence[Any], answer: Any) -> list[Any]:
     """The messages of a conversation of one turn, from fields such as `instruction`, `input` and `output`.
 
     Args:
-        prompt: the user's side: strings, joined by line ends without empty ones (None counts as empty); or lists of
+        prompt: the user's side: strings, joined by line ends, where empty ones and None are skipped; or lists of
             messages.
         answer: the assistant's side: a string or a list of messages.
 
@@ -129,10 +129,10 @@ _SHAREGPT_ROLES = {
 
 
 def _with_role(message: Any) -> Any:
-    """A message, with `role` and `content` if it has ShareGPT's `from` and `value`.
+    """Returns a message, with `role` and `content` if it has ShareGPT's `from` and `value`.
 
     Raises:
-        ConversationError: an unknown name, or a function call that is no JSON.
+        ConversationError: an unknown name, or a function call that is not JSON.
     """
     if not isinstance(message, dict) or "role" in message or "from" not in message:
         return message
@@ -148,7 +148,7 @@ def _with_role(message: Any) -> Any:
 
 
 def conversation_hint(names: Iterable[str]) -> str:
-    """A hint on the config for rows with such fields if they look like conversations; else ""."""
+    """A hint for the config if rows with these fields look like conversations; else ""."""
     known = list(names)
     for field in ("messages", "conversations"):
         if field in known:

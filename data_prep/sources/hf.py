@@ -42,7 +42,7 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields) -> Iterator
 
 
 def _open(path: str) -> Any:
-    """A reader of a stream, or of a file, which ends with a list of its record batches."""
+    """Opens a reader of a stream, or of a file, which ends with a list of its record batches."""
     with storage.open_raw(path) as file:
         head = file.read(HEAD_BYTES)
     try:

@@ -1,6 +1,6 @@
-"""Reads `.json` files that hold one array of records, element by element, in memory bounded by the longest element.
+"""Reads `.json` files that hold one array of records, element by element, in memory for the longest element.
 
-Brackets and strings are matched here only to find where an element ends; each is parsed by the reader of JSON Lines.
+Brackets and strings are matched only to find where an element ends; the reader of JSON Lines parses each element.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ArrayElement:
 
 
 def is_array(path: str) -> bool:
-    """Whether a file is named `*.json` (and a suffix of compression) and begins with a bracket."""
+    """Whether a file is named `*.json` (possibly with a compression suffix) and begins with a bracket."""
     name = path
     for suffix in storage.COMPRESSED:
         name = name.removesuffix(suffix)
@@ -67,14 +67,14 @@ def elements(path: str, digest: Digest, *, max_bytes: int | None = None) -> Iter
 
 
 class _Scanner:
-    """Finds the elements of an array in a stream. Every byte is scanned once, also those of unfinished elements."""
+    """Finds the elements of an array in a stream. Every byte is scanned only once, even in unfinished elements."""
 
     def __init__(self, stream: io.RawIOBase, max_bytes: int | None) -> None:
         self._stream, self._max_bytes = stream, max_bytes
-        self._buffer, self._position = bytearray(), 0  # and its place in the file
-        self._first, self._at = 0, 0  # in the buffer: where the element begins, and the end of what was scanned
-        self._lines, self._counted = 1, 0  # the number of the line at byte `_counted` of the buffer
-        self._long: tuple[int, int] | None = None  # offset and line of an element that is too long to be kept
+        self._buffer, self._position = bytearray(), 0  # the buffer, and its position in the file
+        self._first, self._at = 0, 0  # in the buffer: beginning of the element, end of the scanned bytes
+        self._lines, self._counted = 1, 0  # number of the line at byte `_counted` of the buffer
+        self._long: tuple[int, int] | None = None  # offset and line of an element too long to keep
         self._depth, self._in_string = 0, False
 
     def elements(self) -> Iterator[ArrayElement]:
@@ -95,7 +95,7 @@ class _Scanner:
         """Scans up to the next bracket, comma or end of a string.
 
         Returns:
-            Whether an element ends there; None if the buffer holds no more.
+            Whether an element ends there; None if the buffer has no more of these.
         """
         if self._in_string:
             match = _IN_STRING.match(self._buffer, self._at)
@@ -140,13 +140,13 @@ class _Scanner:
         return self._position + begin, self._count_lines(begin)
 
     def _count_lines(self, until: int) -> int:
-        """Line number at a byte of the buffer; queries must be in ascending order."""
+        """Counts lines up to a byte of the buffer; queries must be in ascending order."""
         self._lines += self._buffer.count(b"\n", self._counted, until)
         self._counted = until
         return self._lines
 
     def _fill(self) -> bool:
-        """Reads a chunk after dropping what is not needed any more; returns False at the end of the file."""
+        """Reads a chunk after dropping bytes that are no longer needed; returns False at the end of the file."""
         if self._max_bytes is not None and self._at - self._first > self._max_bytes and self._long is None:
             blank = not self._buffer[self._first : self._at].strip(_SPACE)
             self._long = None if blank else self._place()

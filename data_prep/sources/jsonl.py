@@ -1,7 +1,7 @@
 """JSON Lines reader: one object per line, from plain or compressed files, or byte ranges of plain files.
 
 A C extension (`_jsonl.c`) reads well-formed lines and creates only the requested strings, in a third of orjson's time.
-Lines that it skips, and all lines where it could not be compiled, are parsed by orjson: the result is the same.
+orjson parses the lines that it skips, or all lines where it could not be compiled: the result is the same.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Columns = Sequence[Sequence[str | None]]
 
 
 class _BadLine(NamedTuple):
-    """A line that cannot be used; `line` is its index in the block."""
+    """A line that cannot be used; `line`: its index in the block."""
 
     line: int
     reason: str
@@ -137,14 +137,14 @@ def _strings(block: memoryview, wanted: WantedFields) -> tuple[Columns, list[int
     """Reads a block's lines with the C extension, as far as it can.
 
     Returns:
-        A list of strings for `wanted.text` and for each of `wanted.extra`, one entry per line, all None for a line that
+        A list of strings for `wanted.text` and for each of `wanted.extra`, one entry per line, with None for lines that
         orjson has to parse; and the offsets at which the lines start.
     """
     keys = wanted.text, *wanted.extra
     if extension is not None and not wanted.conversation and not wanted.nested_others and _supported(keys):
         *columns, starts = extension.strings(block, keys, 1 if wanted.id is None else 2)
         found = np.frombuffer(starts, np.int64)
-        if wanted.max_bytes is not None and len(block) > wanted.max_bytes:  # none of the longer lines is taken
+        if wanted.max_bytes is not None and len(block) > wanted.max_bytes:  # take no line that is too long
             sizes = np.diff(found, append=len(block))
             for i in np.flatnonzero(sizes > wanted.max_bytes).tolist():
                 columns[0][i] = None
@@ -219,7 +219,7 @@ def _parse(line: memoryview, wanted: WantedFields) -> Record | tuple[str, str] |
 
 
 def checked(record: Record, wanted: WantedFields) -> Record | Problem:
-    """Checks a record assembled from parts of another file, like one of a line; returns it, or the problem."""
+    """Checks a record assembled from parts of another file as if it were a line; returns it, or the problem."""
     add_nested(record, wanted.nested)
     return _usable({**record}, wanted) or _record_problem(record, wanted)
 

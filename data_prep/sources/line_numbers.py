@@ -1,4 +1,4 @@
-"""Line numbers for error reports: jsonl documents are identified by byte offset, but reported by line."""
+"""Line numbers for error reports: byte offsets identify jsonl documents, but reports name lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def record_position(unit: Unit, at: int) -> tuple[str, int]:
-    """Place of a document in reports: ("line", n from 1) for jsonl, else ("record" or "row", n from 0)."""
+    """Position of a document for reports: ("line", n from 1) for jsonl, else ("record" or "row", n from 0)."""
     if unit.type == "jsonl":
         return "line", _open(unit.path, unit.file_version).line_of(at)
     return "record" if unit.type in ("warc", "webdataset") else "row", at

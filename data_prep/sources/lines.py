@@ -1,6 +1,6 @@
 """Reads files in blocks of whole lines: plain or compressed files, or byte ranges of plain files.
 
-A line belongs to the byte range that contains its first byte, so ranges that cover a file yield every line once.
+A line belongs to the byte range with its first byte: ranges that cover a file yield every line once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def blocks(  # noqa: C901 - one loop over the chunks of a file, with three thing
 
     Args:
         max_bytes: length above which a line that does not fit into the buffer is skipped; its size is yielded instead.
-            The buffer grows to twice this size at most; a line that fits is always yielded. None: no limit.
+            The buffer grows to at most twice this size; a line that fits is always yielded. None: no limit.
     """
     if end == 0:
         return
     with open_bytes(path, digest) as stream:
-        # read from the byte before the range: it shows whether a line starts with the range
+        # start at the byte before the range: it shows whether a line starts with the range
         position = max(0, start - 1)
         if position:
             stream.seek(position)
         in_foreign_line = start > 0  # within a line of the previous range
-        long_line: int | None = None  # the offset of a line that is being skipped
+        long_line: int | None = None  # the offset of a line to skip
         buffer, kept = bytearray(2 * _CHUNK_BYTES), 0
         while count := _fill(stream, buffer, kept):
             new, filled, first = kept, kept + count, 0
@@ -70,7 +70,7 @@ def blocks(  # noqa: C901 - one loop over the chunks of a file, with three thing
 
 
 def count_lines(path: str, start: int) -> int:
-    """Counts the lines that start before byte `start`, i.e. in the ranges before this one."""
+    """Counts the lines that start before byte `start`, i.e. in earlier ranges."""
     if start == 0:
         return 0
     with storage.open_raw(path) as stream:
@@ -95,7 +95,7 @@ def _fill(stream: io.RawIOBase, buffer: bytearray, kept: int) -> int:
 def _move_to_front(buffer: bytearray, first: int, filled: int) -> bytearray:
     """Moves the unfinished line to the front of the buffer, which is enlarged if a chunk does not fit after it."""
     left = filled - first
-    if left + _CHUNK_BYTES > len(buffer):  # by doubling, so that a line of n bytes costs O(n) copied bytes, not O(n^2)
+    if left + _CHUNK_BYTES > len(buffer):  # by doubling: a line of n bytes costs O(n) copied bytes, not O(n^2)
         grown = bytearray(2 * len(buffer))
         grown[:left] = memoryview(buffer)[first:filled]
         return grown

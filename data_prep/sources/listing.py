@@ -24,7 +24,7 @@ _JSONL = (
     *(f"*.{kind}{suffix}" for suffix in storage.COMPRESSED for kind in ("jsonl", "ndjson", "json")),
 )
 _JSON = ("*.json",)
-"""Patterns read only if nothing else is there: beside other files, a `.json` mostly lists or describes them."""
+"""Patterns read only if there is nothing else: beside other files, a `.json` mostly lists or describes them."""
 _TEXT_SUFFIXES = """
     txt md markdown rst adoc org tex html htm css
     py pyi pyx ipy c h cc cpp cxx hpp hh cu cuh rs go java kt scala swift m cs fs js mjs ts jsx tsx php rb pl pm lua
@@ -38,7 +38,7 @@ _ARCHIVES: dict[SourceType, tuple[str, ...]] = {
     "warc": tuple(f"*.{kind}{suffix}" for suffix in ("", *storage.COMPRESSED) for kind in ("warc", "wet")),
     "webdataset": ("*.tgz", *(f"*.tar{suffix}" for suffix in ("", *storage.COMPRESSED))),
 }
-"""Types inferred only if nothing else is there: beside other files, an archive mostly holds the same."""
+"""Types inferred only if there is nothing else: beside other files, an archive mostly holds the same data."""
 
 _NOT_IN: dict[SourceType, tuple[str, ...]] = {"text": ("messages_field", "id_field"), "warc": ("messages_field",)}
 SAME_FILE = "other names of the same file"
@@ -50,7 +50,7 @@ class InputFile:
     """One file of a source.
 
     Attributes:
-        name: identifies the file within the source, whatever directory the source is in.
+        name: name that identifies the file within the source, wherever the source's directory is.
         path: current path or URL.
         bytes: size as stored.
         version: `KEY=VALUE` from the store's metadata (`foundation.storage.Stat`), or empty.
@@ -68,7 +68,7 @@ class _ListedFile:
 
     Attributes:
         named: whether the path or glob matches the file itself, rather than a directory that contains it.
-        identity: value that is equal for the same file under several paths.
+        identity: value that is equal for one file under several paths.
     """
 
     file: InputFile
@@ -77,7 +77,7 @@ class _ListedFile:
 
     @classmethod
     def local(cls, name: str, path: str, stat: os.stat_result, *, named: bool) -> _ListedFile:
-        """A local file. Some file systems reuse or invent inodes, so its size and time of modification count, too."""
+        """A local file. Its size and modification time count, too: some file systems reuse or invent inodes."""
         version = storage.local_stat(stat)
         identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
         return cls(InputFile(name, path, version.bytes, version.version), named, identity)
@@ -89,8 +89,8 @@ class ResolvedSource:
 
     Attributes:
         label: the source's name.
-        left_out: suffix or kind -> number of files and links in its paths that are not read, without hidden and
-            excluded ones.
+        left_out: suffix or kind -> number of files and links in its paths that are not read, except hidden and excluded
+            ones.
     """
 
     label: str
@@ -146,7 +146,7 @@ def resolve(source: Source, *, at: str, without: Iterable[Path] = ()) -> Resolve
 
 
 def left_out_line(source: ResolvedSource) -> str | None:
-    """One line on the files of a source that are not read, or None."""
+    """One line on the files of a source that are not read; None if all are read."""
     kinds = [f"{count:,} {kind}" for kind, count in source.left_out.most_common(_SHOWN)]
     more = len(source.left_out) - len(kinds)
     kinds += [f"{more} more kinds"] if more else []
@@ -196,10 +196,10 @@ def _expand(
 
 
 def _chosen(path: str, found: list[_ListedFile], source: Source, kind: SourceType, at: str) -> list[_ListedFile]:
-    """The files that `include` and `exclude` select; without `include`, the usual names of the type and named files.
+    """The files that `include` and `exclude` select; without `include`, the type's usual names and named files.
 
     Raises:
-        ConfigError: the type was inferred from the names, and a glob more specific than `*` matches other types, too.
+        ConfigError: the type was inferred from names, and a glob more specific than `*` also matches other types.
     """
     left = [entry for entry in found if not _matches(entry.file.name, source.exclude)]
     if source.include:
@@ -221,7 +221,7 @@ def _is_saved_dataset(path: str, source: Source) -> bool:
 
 
 def _listed(path: str, excluded: set[str], left_out: Counter[str]) -> list[_ListedFile]:
-    """The files of a path: the file itself, all files in a directory, or those that a glob matches or contains."""
+    """The files of a path: the file itself, all files in a directory, or files that a glob matches or contains."""
     if is_remote(path):
         listed = storage.listing(path)
         return [_ListedFile(InputFile(e.name, e.url, e.stat.bytes, e.stat.version), e.named, e.url) for e in listed]

@@ -1,4 +1,4 @@
-"""Local files of a path: walks directories and expands globs so that links form no loops; counts what is not listed."""
+"""Local files of a path: walks directories and expands globs without loops through links; counts unlisted entries."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def is_excluded(path: str, excluded: set[str]) -> bool:
 
 
 def expand_glob(pattern: str, left_out: Counter[str]) -> Iterator[str]:
-    """The paths that a glob matches, some of them possibly twice.
+    """The paths that a glob matches; some may come twice.
 
-    `**` matches any directories, also through links, but enters each directory once, by device and inode: with
-    `glob.glob`, a link to a parent directory repeats every file 40 times, and two such links take forever.
+    `**` matches any directories, also through links, but enters each directory once, by device and inode. With
+    `glob.glob`, a link to a parent directory repeats every file 40 times, and two of these links take forever.
     """
     parts = pattern.split("/")
     if RECURSIVE not in parts:
@@ -87,7 +87,7 @@ def expand_glob(pattern: str, left_out: Counter[str]) -> Iterator[str]:
 
 
 def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
-    """Yields a directory and all below it, also through links, each once: under its own name if it has one there."""
+    """Yields a directory and all below it, also through links, each once and under its own name if it has one there."""
     seen: set[tuple[int, int]] = set()
     links = [start]
     while links:
@@ -104,7 +104,7 @@ def _directories(start: str, left_out: Counter[str]) -> Iterator[str]:
 
 
 def _is_known(path: str, seen: set[tuple[int, int]]) -> bool:
-    """Whether to skip a directory: it was read before, or is gone; records it as read."""
+    """Whether to skip a directory because it was read before or is gone; records it as read."""
     try:
         found = os.stat(path or ".")  # noqa: PTH116
     except OSError:
@@ -115,7 +115,7 @@ def _is_known(path: str, seen: set[tuple[int, int]]) -> bool:
 
 
 def _entries(directory: str) -> tuple[list[str], list[str]]:
-    """The subdirectories of a directory that are not hidden, and the links to directories in it, sorted."""
+    """A directory's subdirectories that are not hidden, and the links to directories in it, sorted."""
     inside: list[str] = []
     linked: list[str] = []
     try:

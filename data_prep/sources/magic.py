@@ -1,4 +1,4 @@
-"""Identifies a file by its first bytes if it was given as text but is not, and says what to do with it."""
+"""Identifies a file that was given as text but is not text by its first bytes, and says what to do with it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def described(raw: bytes, path: str) -> str | None:
 
 
 def _is_utf8(raw: bytes) -> bool:
-    """Whether bytes, of which the last character may be cut, are UTF-8."""
+    """Whether bytes, whose last character may be cut, are UTF-8."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -59,7 +59,7 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _encoding(head: bytes) -> str | None:
-    """Encoding of UTF-16 or UTF-32 for `iconv -f`, by byte-order mark or ASCII's zeros at every other byte."""
+    """Encoding of UTF-16 or UTF-32 for `iconv -f`, by byte-order mark or by zeros at every other byte of ASCII."""
     if head.startswith(_UTF32):
         return "UTF-32"
     if head.startswith(_UTF16):

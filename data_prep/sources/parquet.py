@@ -41,9 +41,9 @@ def read(
 ) -> Iterator[TextBatch | BadRecord]:
     """Yields the rows of row groups [first_group, end_group).
 
-    A row group with a page that cannot be decoded ends with a `BadRecord` of the reason `DAMAGED_FILE`, and reading
-    goes on with the next one. Each row group is read separately, so the result does not depend on the division into
-    units.
+    A row group with a page that cannot be decoded ends with a `BadRecord` with the reason `DAMAGED_FILE`, and reading
+    continues with the next row group. Each row group is read separately: the result does not depend on the division
+    into units.
 
     Raises:
         DamagedFileError: the footer is not readable.

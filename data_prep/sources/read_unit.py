@@ -36,8 +36,8 @@ def unit_digest(unit: Unit) -> Digest:
 def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) -> Iterator[TextBatch | BadRecord]:
     """Yields the documents of a unit in batches, and its unreadable records.
 
-    A damaged file, or row group of a parquet file, ends with a `BadRecord` of the reason `DAMAGED_FILE`; the documents
-    before the damage are kept.
+    A damaged file, or row group of a parquet file, ends with a `BadRecord` with the reason `DAMAGED_FILE`; the
+    documents before the damage are kept.
 
     Args:
         unit: unit to read.
@@ -52,7 +52,7 @@ def read_unit(unit: Unit, wanted: WantedFields, digest: Digest | None = None) ->
         yield from _batches(unit, wanted, digest or unit_digest(unit))
     except DamagedFileError as error:
         yield BadRecord(unit.source, unit.file, "file", None, DAMAGED_FILE, str(error))
-    except (OSError, StorageError):  # a remote file that was replaced fails with an error of its storage
+    except (OSError, StorageError):  # a remote file that was replaced fails with a storage error
         _check_unchanged(unit)
         raise
     _check_unchanged(unit)

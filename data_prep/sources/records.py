@@ -13,7 +13,7 @@ Record = dict[str, Any]
 """A record of the input: field -> value."""
 
 Problem = tuple[str, str]
-"""Reason and detail of a record that cannot be used, as in `BadRecord`."""
+"""Reason and detail for a record that cannot be used, as in `BadRecord`."""
 BATCH_CHARACTERS = 1 << 20
 """Approximate size of a batch, in characters: large enough that the cost per batch is negligible."""
 BATCH_DOCUMENTS = 4096
@@ -26,7 +26,7 @@ class TextBatch:
     Attributes:
         texts: the texts.
         at: position of each text in its file: the byte offset of its line, or its row number. It does not depend on the
-            division into units, and identifies the document together with its file.
+            division into units. With the file, it identifies the document.
         fields: the other requested fields of each text's record; empty if none were requested.
         characters: total length of the texts.
     """
@@ -72,12 +72,12 @@ class WantedFields:
     A name with dots, such as `meta.text`, is a field of that name if a record has it, or else a path through objects.
 
     Attributes:
-        text: field of the text, or of the messages of a conversation, or, with `prompt`, of its answer.
+        text: field with the text, with the messages of a conversation or, if there is a `prompt`, with its answer.
         id: field of the document id, which every record must have; None: the position identifies the document.
         others: further fields, which may be missing.
         conversation: whether `text` holds messages, which are passed on as one line of JSON.
         prompt: for conversations of one turn, the fields of the user's message.
-        tools: for conversations, the field of their tools, or None.
+        tools: for conversations, the field with their tools, or None.
         max_bytes: length of the longest record to read (`max_record_bytes` of the config); None: no limit.
     """
 
@@ -101,17 +101,17 @@ class WantedFields:
 
     @cached_property
     def nested(self) -> tuple[str, ...]:
-        """The names that may be paths."""
+        """The wanted names that may be paths."""
         return tuple(name for name in self.columns if "." in name)
 
     @cached_property
     def nested_others(self) -> bool:
-        """Whether one of the fields that may be missing may be a path."""
+        """Whether a field that may be missing may also be a path."""
         return any("." in name for name in self.others)
 
 
 def add_nested(record: Record, names: tuple[str, ...]) -> None:
-    """Adds the values at paths such as `meta.text` to a record, under the path as the name, where they exist."""
+    """Adds the values at paths such as `meta.text` to a record, where they exist, with the path as their name."""
     for name in names:
         if name in record:
             continue
@@ -133,7 +133,7 @@ class BadRecord:
         source, file: names of the source and the file.
         unit: kind of place that `at` numbers: "line", "row", "record", "row group" or "file".
         at: number of the line (from 1), row, record or row group (from 0), or None for the whole file.
-        reason: reason from a fixed set, by which the manifest counts.
+        reason: reason from a fixed set; the manifest counts records by it.
         detail: free text.
     """
 
@@ -194,17 +194,17 @@ def in_batches(
 
 
 TOO_LONG = "record too long"
-"""Reason of a `BadRecord` that is longer than `max_record_bytes`."""
+"""Reason of a `BadRecord` longer than `max_record_bytes`."""
 
 
 def too_long(found: str, *, limit: int) -> str:
-    """The detail of a `BadRecord` for the reason `TOO_LONG`; `found`: the record's size and place."""
+    """The detail of a `BadRecord` with the reason `TOO_LONG`; `found`: the record's size and place."""
     return f"{found}, max_record_bytes is {limit:,}"
 
 
 NO_TEXT = "no text field"
-"""Reason of a `BadRecord` for a record without the key `text_field` of its source, or with something else there."""
+"""Reason of a `BadRecord` for a record that lacks its source's `text_field`, or has no text there."""
 NOT_TEXT = "not text"
-"""Reason of a `BadRecord` for a text file that is something else; the detail says what, and what to do."""
+"""Reason of a `BadRecord` for a text file that has other data; the detail names the kind, and what to do."""
 DAMAGED_FILE = "damaged file"
 """Reason of a `BadRecord` for the rest of a damaged file or row group; it counts against `max_bad_files`."""

@@ -1,4 +1,4 @@
-"""Saved Hugging Face `datasets` (`save_to_disk`): lists their files, and downloads a builder's data in that form."""
+"""Saved Hugging Face `datasets` (`save_to_disk`): lists their files; downloads a builder's data in that form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_saved(path: str) -> bool:
 
 
 def saved_files(path: str, split: str | None, *, at: str) -> list[tuple[str, str]]:
-    """(name, path) of the Arrow files of a saved `Dataset`, or of one split of a saved `DatasetDict`.
+    """Lists (name, path) of the Arrow files of a saved `Dataset`, or of one split of a saved `DatasetDict`.
 
     Raises:
         ConfigError: the path is not a saved dataset, or a `DatasetDict` without this split.

@@ -18,7 +18,7 @@ from foundation.storage import Stat, filesystem, is_remote, stat_of, storage_err
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 """Directories of a corpus that are skipped, like hidden ones."""
 _GLOB_CHARACTER = re.compile(r"[*?\[]")
-_BLOCK_BYTES = 8 << 20  # per request of a remote file
+_BLOCK_BYTES = 8 << 20  # per request to a remote file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is compressed, judged by its name."""
+    """Whether a file is compressed, according to its name."""
     return path.endswith((*COMPRESSED, ".tgz"))
 
 
@@ -80,7 +80,7 @@ def open_raw(path: str) -> BinaryIO:
 
 
 class _RemoteReader(io.RawIOBase):
-    """A remote file; exceptions of its storage become a `StorageError`."""
+    """A remote file; the storage's exceptions become a `StorageError`."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -111,9 +111,9 @@ class _RemoteReader(io.RawIOBase):
 
 
 def listing(path: str) -> list[RemoteFile]:
-    """Lists the files of a URL: the file itself, all files in a directory, or those that a glob matches or contains.
+    """Lists the files of a URL: the file itself, all files in a directory, or files that a glob matches or contains.
 
-    An existing file or directory of the literal name has precedence: `data[1].jsonl` is a glob only if there is none.
+    A literal file or directory has precedence: `data[1].jsonl` is a glob only if no file has this name.
 
     Returns:
         The files, sorted by name, without hidden files and directories and `SKIPPED_FOLDERS`.

@@ -15,9 +15,9 @@ _PIECE_BYTES = 128 << 10
 def read(
     path: str, *, source: str, file: str, digest: Digest, max_bytes: int | None = None
 ) -> Iterator[TextBatch | BadRecord]:
-    """Yields the document of a UTF-8 file, without a byte-order mark; line ends are not changed.
+    """Yields the document of a UTF-8 file, without a byte-order mark; line ends stay unchanged.
 
-    A binary one, by a NUL byte or by its beginning, is a `BadRecord`.
+    A binary file, recognized by a NUL byte or by its beginning, is a `BadRecord`.
 
     Args:
         max_bytes: largest decompressed size; a longer file is a `BadRecord` and read no further. None: no limit.

@@ -1,9 +1,9 @@
 """Division of the input into units, and of the units into map tasks.
 
 A unit is the input of one reader call: a file, a byte range of an uncompressed jsonl file, or some row groups of a
-parquet file. Units are ordered by source (those that are `seen` first), file name and position; a map task is a run of
-consecutive units, so the order of tasks is the order of documents. The plan depends only on names, sizes and the
-config, and for `.json` on whether the file holds an array, which is read as a whole.
+parquet file. Units are ordered by source (`seen` sources first), file name and position. A map task has consecutive
+units: the order of tasks is the order of documents. The plan depends only on names, sizes and the config, and for
+`.json` on whether the file holds an array, which is read as a whole.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Unit:
         type: type of the source.
         file: name of the file within the source.
         path: path or URL of the file.
-        start, end: byte range of the file that this unit hashes (and reads, if jsonl); the units of a file cover it.
+        start, end: byte range of the file that this unit hashes (and, for jsonl, reads); a file's units cover it.
         first_group, end_group: row groups [first, end) of a parquet file; 0, 0 for other types.
-        part, parts: number of this unit among the units of its file, and their number.
+        part, parts: number of this unit among its file's units, and the number of these units.
         file_bytes, file_version: size and version of the file when the job was planned (`foundation.storage.Stat`).
     """
 

@@ -1,6 +1,6 @@
-"""Reader of WARC files, with texts (WET) or with pages as they were fetched; one record is one document.
+"""Reader of WARC files with texts (WET) or fetched pages; one record is one document.
 
-The libraries for WARC skip a record whose length is damaged; here the file counts as damaged.
+WARC libraries skip a record whose length is damaged; here the file counts as damaged.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _ZLIB_OR_GZIP = zlib.MAX_WBITS + 32
 _OK = b"200"
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _NO_CHARSETS = frozenset({"idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7"})
-"""Python's encodings that are no charset of a page: they may decode to half of a surrogate pair, which is not text, or
-raise an error of their own. (HTML forbids UTF-7.)"""
+"""Encodings of Python that are not charsets of pages: they may decode to half of a surrogate pair, which is not text,
+or raise errors of their own. (HTML forbids UTF-7.)"""
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
-    """Yields the texts of records of the types conversion (WET), resource, and response (with status 200), if their
-    content is text; the other records are no documents. A page is passed on with its markup.
+    """Yields the texts of records with the types conversion (WET), resource, and response (status 200), if their
+    content is text. Other records are not documents. A page keeps its markup.
 
     The fields are `text` and the headers of the record, such as `WARC-Target-URI`.
 
     Raises:
-        DamagedFileError: the file is truncated, or a record does not follow the one before.
+        DamagedFileError: the file is truncated, or a record does not directly follow the one before.
     """
     return in_batches(_records(path, wanted, digest), source=source, file=file, unit="record", wanted=wanted)
 
@@ -82,12 +82,12 @@ def _headers(stream: io.BufferedIOBase, number: int) -> dict[str, str] | None:
 
 
 def _header_lines(stream: io.BufferedIOBase) -> dict[str, str]:
-    """The headers up to an empty line, by the names as they are written. (`email`'s parser takes ten times as long.)"""
+    """The headers up to an empty line, with names as written. (`email`'s parser takes ten times as long.)"""
     headers: dict[str, str] = {}
     name = ""
     while line := stream.readline(_LINE_BYTES).strip(b"\r\n"):
         text = line.decode("utf-8", "replace")
-        if line[:1] in b" \t":  # goes on
+        if line[:1] in b" \t":  # continues the header before
             headers[name] = f"{headers.get(name, '')} {text.strip()}"
             continue
         name, _, value = text.partition(":")
@@ -96,7 +96,7 @@ def _header_lines(stream: io.BufferedIOBase) -> dict[str, str]:
 
 
 def _get(headers: dict[str, str], name: str, default: str = "") -> str:
-    """A header by its name in lower case, however it is written."""
+    """A header by its lower-case name, in any spelling."""
     return next((value for key, value in headers.items() if key.lower() == name), default)
 
 
@@ -108,7 +108,7 @@ def _exactly(stream: io.BufferedIOBase, length: int, number: int) -> bytes:
 
 
 def _text(headers: dict[str, str], content: bytes, limit: int) -> str | Problem | None:
-    """The text of a record; None if it is no document."""
+    """The text of a record; None if the record is not a document."""
     kind, mime = _get(headers, "warc-type"), _get(headers, "content-type")
     if kind == "response" and mime.startswith("application/http"):
         stream = io.BytesIO(content)
@@ -145,10 +145,10 @@ def _decompressed(content: bytes, page: dict[str, str], limit: int) -> bytes:
     """Removes the content encoding of a body, up to one byte more than `limit`.
 
     Raises:
-        ValueError, zlib.error: it is damaged, or its encoding is not known.
+        ValueError, zlib.error: the body is damaged, or its encoding is unknown.
     """
     encoding = _get(page, "content-encoding").lower()
-    if encoding in ("", "identity") or content.lstrip()[:1] == b"<":  # the header was kept, but not the encoding
+    if encoding in ("", "identity") or content.lstrip()[:1] == b"<":  # the crawler kept the header but not the encoding
         return content
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ValueError(f"its Content-Encoding is {encoding}")
@@ -161,12 +161,12 @@ def _decompressed(content: bytes, page: dict[str, str], limit: int) -> bytes:
 
 
 def _decoded(content: bytes, mime: str) -> str | Problem:
-    """Decodes a text by the charset of the MIME type, by the one in the page's head, or else as UTF-8."""
+    """Decodes a text by the charset of the MIME type, else by the charset in the page's head, else as UTF-8."""
     named = re.search(r"charset\s*=\s*[\"']?([\w-]+)", mime, re.IGNORECASE)
     found = _META.search(content[:_META_BYTES]) if named is None else None
     charset = named[1] if named else found[1].decode("ascii") if found else "utf-8"
     try:
-        # browsers, and so pages, take these two for windows-1252
+        # browsers, and so pages, treat these two as windows-1252
         codec = codecs.lookup(charset).name
         if codec in _NO_CHARSETS:
             return "unknown charset", charset

@@ -1,6 +1,7 @@
 """Reader of WebDataset's tar archives: consecutive members with the same key form a sample, which is a document.
 
-Tarfile takes a damaged header within an archive for its end; here the file counts as damaged, also without an end.
+Tarfile takes a damaged header within an archive for the archive's end; here the file counts as damaged, as does a file
+without an end.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from data_prep.sources.records import (
 )
 
 _PIECE_BYTES = 1 << 20
-_ERRORS = "backslashreplace"  # of names that are not UTF-8: two that differ stay so, and each is text
+_ERRORS = "backslashreplace"  # for names that are not UTF-8: different names stay different, and are text
 
 
 def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Digest) -> Iterator[TextBatch | BadRecord]:
-    """Yields a document for each sample: members `KEY.EXTENSION` that follow one another, where KEY ends at the first
-    dot after the last slash.
+    """Yields a document for each sample: consecutive members `KEY.EXTENSION`, where KEY ends at the first dot after the
+    last slash.
 
-    The fields of a sample are those of its `json` member, that object itself as `json`, and the texts of the members
-    `txt` and of those whose extension is one of the wanted fields; `txt` is the `text` of a sample without another.
-    Other members, such as images, are not read.
+    The fields of a sample are those of its `json` member, that object as `json`, and the texts of its member `txt` and
+    of members whose extension is a wanted field. `txt` is the `text` of a sample without another text. Other members,
+    such as images, are not read.
 
     Raises:
-        DamagedFileError: the archive is truncated or damaged, or goes on after its end. The samples before have been
-            yielded, but for the last one, which may lack members.
+        DamagedFileError: the archive is truncated or damaged, or continues after its end. The samples before have been
+            yielded, except the last one, which may lack members.
     """
     return in_batches(_records(path, wanted, digest), source=source, file=file, unit="record", wanted=wanted)
 
@@ -46,17 +47,17 @@ def read(path: str, *, source: str, file: str, wanted: WantedFields, digest: Dig
 class _TarMember(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
-        """Overrides `TarInfo`: of header errors, only the zeros at the end of an archive are left to `TarFile`."""
+        """Overrides `TarInfo`: leaves only one header error to `TarFile`, the zeros at an archive's end."""
         try:
             return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
-        except (tarfile.HeaderError, ValueError, RecursionError) as error:  # the latter two of hostile headers
+        except (tarfile.HeaderError, ValueError, RecursionError) as error:  # the latter two come from malicious headers
             raise DamagedFileError(f"byte {archive.offset:,}: {error}, where a member or the end should be") from None
 
 
 class _KeyMembers:
-    """The members of one key so far; `problem` is why the first unusable one cannot be used, or None."""
+    """The members of one key so far; `problem`: why the first unusable member cannot be used, or None."""
 
     def __init__(self, key: str) -> None:
         self.key = key

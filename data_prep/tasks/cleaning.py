@@ -22,13 +22,13 @@ class Cleaner:
     """Applies the cleaning chain of a config.
 
     Attributes:
-        fields: names of the further record fields that it reads.
+        fields: names of the other record fields that the chain reads.
         dropped: "step: reason" -> number of dropped texts.
         dropped_bytes: "step: reason" -> UTF-8 bytes of the dropped texts, before cleaning.
     """
 
     def __init__(self, config: CorpusConfig, directory: Path | None) -> None:
-        """Builds the chain; `directory` gets the list of dropped texts; None writes none."""
+        """Builds the chain; `directory` gets the list of dropped texts, or no list is written if it is None."""
         self._chain: Chain | None = build_chain(config.clean) if config.clean else None
         self._list: TextIO | None = None
         if config.list_dropped != "no" and directory is not None:
@@ -50,11 +50,11 @@ class Cleaner:
         """Cleans a batch.
 
         Args:
-            fields: further fields of each text's record; empty if none are read.
-            location: returns the location of a text, for the list.
+            fields: other fields of each text's record; empty if none are read.
+            location: function that returns the location of a text, for the list.
 
         Returns:
-            The cleaned texts that are kept, and the index of each in `texts`; None without any steps.
+            The kept, cleaned texts and the index of each in `texts`; None if there are no steps.
         """
         if self._chain is None:
             return None

@@ -28,10 +28,10 @@ _FOLDER, _PIECES, _LINES = "tokenizer", "pieces.json", "lines.json"
 class TokenizerTask(DirectoryTask):
     """Makes `directory/tokenizer`, a Hugging Face tokenizer folder.
 
-    The marker beside it is its manifest entry; `engine.json` names the engine that was verified to give its ids.
+    The marker beside it is its manifest entry; `engine.json` names the engine with verified ids.
 
     Args:
-        store: directory of the trained tokenizers of earlier jobs; None: always train, and do not store.
+        store: directory of tokenizers trained by earlier jobs; None to always train and not store.
     """
 
     units: list[Unit]
@@ -45,7 +45,7 @@ class TokenizerTask(DirectoryTask):
         return "tokenizer"
 
     def _work(self, scratch: Path, report: Report) -> Marker:
-        # not at the top of the module: no other task needs them
+        # not at the top of the module: no other task needs it
         from data_prep.tasks import tokenizer_sample  # noqa: PLC0415
         from data_prep.tokenizer import engine_choice, existing, load  # noqa: PLC0415
 
@@ -85,7 +85,7 @@ class TokenizerTask(DirectoryTask):
         return load.describe(folder, kind=section.train or "given")
 
     def _train(self, scratch: Path, folder: Path) -> list[str]:
-        """Trains or reuses the stored tokenizer of the same texts, and records the pieces that were read.
+        """Trains the tokenizer, or reuses the stored one for the same texts; records the pieces that were read.
 
         Returns:
             Lines for the user.
@@ -107,7 +107,7 @@ class TokenizerTask(DirectoryTask):
 
 
 def read_pieces(directory: Path) -> list[list[Any]] | None:
-    """Pieces read for the training sample: [source, file, start, end, XXH3-128] each; None if not known."""
+    """Pieces read for the training sample: [source, file, start, end, XXH3-128] each; None if unknown."""
     try:
         pieces: list[list[Any]] = json.loads((directory / _PIECES).read_text())
     except (OSError, ValueError):

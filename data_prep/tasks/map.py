@@ -1,8 +1,8 @@
 """The map task: reads, cleans and tokenizes the units of one task and writes sorted runs.
 
-The directory of a finished task has `run-000/` and on (see `sorted_runs.py`), `bad.jsonl` (unreadable records),
-`dropped.jsonl` (dropped by cleaning, if the config asks for it) and `done.json`: the counts, and the XXH3-128 of each
-unit's part of its file.
+The directory of a finished task has `run-000/` and so on (see `sorted_runs.py`), `bad.jsonl` (unreadable records),
+`dropped.jsonl` (texts dropped by cleaning, if the config asks for it), and `done.json` with the counts and the XXH3-128
+of each unit's part of its file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MapTask(DirectoryTask):
 
     @property
     def input_bytes(self) -> int:
-        """Size of its units as stored (compressed)."""
+        """Stored (compressed) size of the task's units."""
         return sum(unit.end - unit.start for unit in self.units)
 
     def _work(self, scratch: Path, report: Report) -> Marker:
@@ -146,14 +146,14 @@ class _Mapper:
         self._keep_sample(batch.texts)
         metadata = self._metadata(batch)
         empty = np.diff(tokens.offsets) == 0
-        if empty.any():  # empty texts, and those that a normalizer empties
+        if empty.any():  # empty texts, also after normalization
             self._stream.skipped["empty"] += int(empty.sum())
             tokens = Tokens(tokens.ids, tokens.offsets[np.append(True, ~empty)])
             metadata = metadata.take(~empty)
         self._add(tokens, metadata)
 
     def _without_lines(self, lines: LineRemover, batch: DocumentBatch) -> DocumentBatch:
-        """Removes repeated lines from a batch, and the texts that have no other lines."""
+        """Removes repeated lines from a batch, and texts that have no other lines."""
         cleaner, before = self._stream.cleaner, Counter(self._stream.cleaner.dropped)
         texts: list[str] = []
         kept: list[int] = []
@@ -191,7 +191,7 @@ class _Mapper:
         self._report(Counts(text_bytes=int(metadata.bytes.sum()), documents=len(lengths), tokens=int(lengths.sum())))
 
     def _keep_sample(self, texts: list[str]) -> None:
-        """Keeps the beginning of some texts, to compare the engine with the reference tokenizer."""
+        """Keeps the beginnings of some texts, on which to compare the engine with the reference tokenizer."""
         if self._batches % _SAMPLE_EVERY == 0 and len(self._sample) < _SAMPLES:
             self._sample.append(texts[len(texts) // 2][:_SAMPLE_CHARACTERS])
         self._batches += 1
@@ -221,13 +221,13 @@ class _Mapper:
         """Documents with the longest words: [characters, source, file, "line", "row" or "record", number] each."""
         longest = sorted(self._long_words, key=lambda found: (-found[0], found[1:]))[:NAMED_DOCUMENTS]
         named: list[list[Any]] = []
-        for length, number, at in sorted(longest, key=lambda found: found[1:]):  # lines are counted in their order
+        for length, number, at in sorted(longest, key=lambda found: found[1:]):  # line counting needs their order
             unit = self._task.units[number]
             named.append([length, unit.source, unit.file, *record_position(unit, at)])
         return named
 
     def _keys(self, batch: DocumentBatch, hashes: U64) -> U64:
-        """Keys that are evenly distributed: ids need not be unique, so keys from ids are mixed with the text's hash."""
+        """Keys that are evenly distributed: ids need not be unique, and are mixed with the text's hash."""
         has_id = self._has_id[batch.unit]
         return np.where(has_id, mix(batch.key ^ hashes[:, 0]), batch.key) if has_id.any() else batch.key
 

@@ -1,8 +1,8 @@
-"""The merge task: merges a range of keys of many sorted runs into one run. Only in jobs of very many runs.
+"""The merge task: merges a range of keys from many sorted runs into one run. Only in jobs with very many runs.
 
-A shard is read from every run. With R runs, and tokens of N times the memory of a reduce task, that is R x N small
-reads: the square of the corpus. With runs merged in groups of about sqrt(R) it is 2 x sqrt(R) x N reads, at the cost of
-one more pass over the tokens.
+A shard is read from every run. With R runs, and N times as many tokens as a reduce task's memory holds, there are R x N
+small reads: the square of the corpus. If groups of about sqrt(R) runs are merged first, there are 2 x sqrt(R) x N
+reads, at the cost of one more pass over the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MergeTask(DirectoryTask):
 
     Args:
         reader: reader of the runs to merge.
-        tokens: approximate number of tokens.
+        tokens: approximate number of tokens to merge.
     """
 
     reader: RunsReader
@@ -78,7 +78,7 @@ class MergePlan:
         ]
 
     def merged_reader(self, low: int, high: int) -> RunsReader:
-        """A reader of the merged runs with keys in [low, high), for when all tasks have finished."""
+        """A reader of the merged runs with keys in [low, high); use it when all tasks have finished."""
         groups = -(-len(self.reader.runs) // self.runs_per_group)
         parts = [part for part in range(self.parts) if self._bounds(part)[0] < high and low < self._bounds(part)[1]]
         merged = SortedRunPaths(self.directory, (1,) * groups * len(parts), first=parts[0] * groups)
@@ -89,11 +89,11 @@ class MergePlan:
 
 
 def plan_merges(reader: RunsReader, tokens: int, *, directory: Path) -> MergePlan | None:
-    """Plans the merge of the runs of a job; None up to `MOST_RUNS` runs.
+    """Plans the merge of a job's runs; returns None for up to `MOST_RUNS` runs.
 
     Args:
         reader: reader of all runs of the job.
-        tokens: total number of tokens that are kept.
+        tokens: total number of kept tokens.
         directory: parent of the tasks' directories.
     """
     runs = len(reader.runs)

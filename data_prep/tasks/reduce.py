@@ -1,7 +1,7 @@
 """The reduce task: writes one shard of the token files, merged from its slices of all sorted runs.
 
-A shard is a range of keys of one source in one split. Keys are hashes, so the shards of a source are of about equal
-size and each is a random sample of it. Memory: see `RunsReader`.
+A shard is a range of keys of one source in one split. Keys are hashes: the shards of a source have about equal sizes,
+and each is a random sample of it. Memory: see `RunsReader`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH_BINS = 32
 class Shard:
     """Shard `index` of a split: the documents of source number `source` with keys in [low, high).
 
-    `tokens` is an approximate number; `memory`, approximate bytes while the shard is merged (`memory_bytes`).
+    `tokens` is an approximate number; `memory` is an approximate size in bytes during the merge (`memory_bytes`).
     """
 
     split: str
@@ -57,7 +57,7 @@ class ReduceTask:
     Args:
         reader: reader of the runs that may contain documents of the shard.
         url: URL of an output in an object store, to which the shard's files are uploaded instead of being kept on this
-            host; files that a killed attempt has uploaded are not uploaded again. None for a local output.
+            host; files uploaded by a killed attempt are not uploaded again. None for a local output.
     """
 
     shard: Shard
@@ -102,7 +102,7 @@ class ReduceTask:
         if self.url is None:
             for suffix in sums:
                 with_suffix(scratch, suffix).rename(with_suffix(self.out / name, suffix))
-            sync(self.out / self.shard.split)  # the marker says that they are there, after a power failure too
+            sync(self.out / self.shard.split)  # after a power failure too, a marker has its files
             return {}
         sizes = {suffix: with_suffix(scratch, suffix).stat().st_size for suffix in sums}
         for suffix, sha256 in sums.items():
@@ -136,12 +136,12 @@ class ReduceTask:
 
 
 def length_histogram(tokens: Array) -> Array:
-    """Counts documents of 2^k up to 2^(k + 1) - 1 tokens, int64 [LENGTH_BINS], from their lengths [documents]."""
+    """Counts documents with 2^k up to 2^(k + 1) - 1 tokens, int64 [LENGTH_BINS], from their lengths [documents]."""
     return np.bincount(np.frexp(tokens.astype(np.float64))[1] - 1, minlength=LENGTH_BINS)
 
 
 def sum_shards(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums of documents, tokens and bytes; `lengths[k]`: number of documents of 2^k up to 2^(k + 1) - 1 tokens."""
+    """Sums documents, tokens and bytes; `lengths[k]`: number of documents with 2^k up to 2^(k + 1) - 1 tokens."""
     sums: dict[str, Any] = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
     lengths = [sum(column) for column in zip(*(shard["lengths"] for shard in shards), strict=True)]
     while lengths and not lengths[-1]:

@@ -32,7 +32,7 @@ class HashLinesTask(DirectoryTask):
 
     @property
     def input_bytes(self) -> int:
-        """Size of its units as stored (compressed)."""
+        """Stored (compressed) size of the task's units."""
         return sum(unit.end - unit.start for unit in self.units)
 
     def _work(self, scratch: Path, report: Report) -> Marker:
@@ -48,12 +48,12 @@ class LineRemover:
     """Removes repeated lines from a map task's texts. Must be called for all of its texts, in order."""
 
     def __init__(self, config: CorpusConfig, tasks: list[Path], *, index: int) -> None:
-        """Opens the results; `tasks`: directories of finished `RepeatedLinesTask`s; `index`: number of the map task."""
+        """Opens the results in `tasks`, directories of finished `RepeatedLinesTask`s, for map task number `index`."""
         self._section = lines_section(config)
         self._dropped = DroppedLines(tasks, run=index)
 
     def remove(self, text: str) -> tuple[str, str | None]:
-        """The remaining text, and the removed lines or None."""
+        """Returns the remaining text, and the removed lines or None."""
         dropped = self._dropped.next_document(len(line_hashes(text, section=self._section)))
         if not dropped.any():
             return text, None

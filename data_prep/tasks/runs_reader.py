@@ -1,4 +1,4 @@
-"""Reads a range of keys of one group out of many sorted runs and merges it in order; used by merge and reduce tasks."""
+"""Reads a range of keys of one group from many sorted runs and merges it in order, for merge and reduce tasks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Group = tuple[int, int]
 
 
 def memory_bytes(tokens: Array | int, documents: Array | int, *, dtype: str, masked: bool) -> Array | int:
-    """Bytes of memory that tokens and documents take while they are merged."""
+    """Bytes of memory that tokens and documents take during the merge."""
     return tokens * (np.dtype(dtype).itemsize + masked) + documents * _DOCUMENT_BYTES
 
 
 @dataclass(frozen=True)
 class GroupContent:
-    """Contents of the runs in one group and range of keys.
+    """Contents of the runs for one group and range of keys.
 
     Attributes:
-        memory: bytes of memory while they are merged (`memory_bytes`).
+        memory: bytes of memory during the merge (`memory_bytes`).
         runs: numbers of the runs that may contain documents of the group.
     """
 
@@ -49,7 +49,7 @@ class DocumentRange:
     """The documents of a range of keys, in order.
 
     Attributes:
-        documents: `DOCUMENT` [n]; `start` is not meaningful.
+        documents: `DOCUMENT` [n]; `start` has no meaning.
         ids, mask: bytes of each document's tokens and loss mask; `mask` is empty in jobs without one.
     """
 
@@ -66,7 +66,7 @@ class RunsReader:
 
     Args:
         runs: directories of the runs.
-        first: number of the first of them in the job.
+        first: number of the first of these runs in the job.
         drops: directory of the `ComponentsTask` with the decisions for each run; None if nothing is dropped.
         dtype: dtype of the token ids.
         masked: whether there is a loss mask.
@@ -97,7 +97,7 @@ class RunsReader:
         """Yields the documents of a group with keys in [low, high), in ranges that fit into the buffer.
 
         Args:
-            content: approximate memory of the documents, and the runs that may contain some.
+            content: approximate memory of the documents, and the runs that may contain some of them.
         """
         buffer = _TokenBuffer(np.dtype(self.dtype), masked=self.masked)
         parts = max(1, -(-content.memory // self._buffer_bytes()))
@@ -121,7 +121,7 @@ class RunsReader:
         for i in runs:
             run = SortedRun.open(self.runs[i])
             first, end = run.find_range(group, low, high)
-            if first < end:  # copied, so that the memory map is closed
+            if first < end:  # copied: the memory map can be closed
                 found.append((i, replace(run, documents=np.array(run.documents[first:end])), first))
         buffer.reset(sum(int(run.documents["tokens"].sum()) for _, run, _ in found))
         for i, run, first in found:
@@ -149,7 +149,7 @@ class _TokenBuffer:
             self._mask = np.empty(tokens if self._masked else 0, np.uint8)
 
     def read(self, run: SortedRun, documents: Array) -> tuple[Array, Array]:
-        """Reads the ids of consecutive documents of a run, and their mask; returns views of the buffer."""
+        """Reads the ids of consecutive documents of a run, and their loss mask; returns views of the buffer."""
         first, self._used = self._used, self._used + int(documents["tokens"].sum())
         ids, mask = self._ids[first : self._used], self._mask[first : self._used]
         run.read_tokens(documents, ids)
@@ -160,7 +160,7 @@ class _TokenBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _RunSlice:
-    """Consecutive tokens of a run, and the documents in them that are kept.
+    """Consecutive tokens of a run, and the kept documents in them.
 
     `documents` is `DOCUMENT` [n], with `start` relative to `ids`; `mask` is as long as the ids.
     """
@@ -171,7 +171,7 @@ class _RunSlice:
 
 
 def _merge(slices: list[_RunSlice]) -> tuple[list[int], Array]:
-    """Merges the slices by key: number of each document's slice, and `DOCUMENT` [n]."""
+    """Merges the slices by key: returns the number of each document's slice, and `DOCUMENT` [n]."""
     documents = np.concatenate([np.empty(0, DOCUMENT), *(part.documents for part in slices)])
     slice_of = np.repeat(np.arange(len(slices)), [len(part.documents) for part in slices])
     order = np.lexsort((documents["rank"], documents["key"]))

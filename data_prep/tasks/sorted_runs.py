@@ -1,15 +1,15 @@
-"""Sorted runs: the output of map tasks for reduce tasks, sorted by (split, source, key) so that a shard is a slice.
+"""Sorted runs: map tasks' output for reduce tasks, sorted by (split, source, key): a shard is one slice of each.
 
     RUN/tokens.bin    token ids, concatenated, BOS and EOS included
     RUN/docs.bin      one `DOCUMENT` each
-    RUN/mask.bin      the loss mask: a byte for each token, 1 where it is trained on; only in jobs with conversations
+    RUN/mask.bin      the loss mask: a byte for each token, 1 if it counts in the loss; only in jobs with conversations
     RUN/checks.bin    the checksum of each document, see `run_checksums.py`; runs of older versions have none
     RUN/run.json      number of documents, their groups: [split, source, first document, end], and a checksum
 
 and, for deduplication, the files of `dedup.document_tasks.write_dedup_tables`.
 
-A run has as many documents as fit into `RUN_BYTES` of memory, ids and metadata together; a map task writes one or more.
-The boundaries between runs do not change any shard.
+A run has as many documents as fit into `RUN_BYTES` of memory, ids and metadata together; a map task writes one or more
+runs. The boundaries between runs do not change any shard.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ DOCUMENT = np.dtype(
 )
 """A document of a run.
 
-key: its sort key within its source. start: its first token in the run. rank: its position in the order of the input.
-bytes: UTF-8 size of its text. at: its position in its file. unit: number of its unit in the task. tokens: their number,
-with BOS and EOS. source: number in the config. split: number in `SPLITS`.
+key: sort key within its source. start: first token in the run. rank: position in the order of the input. bytes: UTF-8
+size of its text. at: position in its file. unit: number of its unit in the task. tokens: number of tokens, with BOS and
+EOS. source: number of its source in the config. split: number in `SPLITS`.
 """
-_DOCUMENT_BYTES = 512  # memory of a document besides its ids and metadata, when they are sorted and written
+_DOCUMENT_BYTES = 512  # memory of a document besides ids and metadata, while it is sorted and written
 _WRITE_BYTES = 4 << 20
 _TOKENS, _MASK, _DOCUMENTS, _RUN, _CHECKS = "tokens.bin", "mask.bin", "docs.bin", "run.json", "checks.bin"
 
@@ -102,7 +102,7 @@ class DocumentMetadata:
 
 @dataclass
 class RunWriter:
-    """Collects the documents of a map task and writes them as runs `DIRECTORY/run-000` and on.
+    """Collects the documents of a map task and writes them as runs `DIRECTORY/run-000` and so on.
 
     Args:
         before, after: ids to put before (BOS) and after (EOS) every document.
@@ -136,11 +136,11 @@ class RunWriter:
         mask: Array | None = None,
         end_learnt: Array | None = None,
     ) -> None:
-        """Adds the documents of a batch, all of which must have tokens.
+        """Adds the documents of a batch; each must have tokens.
 
         Args:
-            mask: uint8 [n], loss mask of the ids; None: all ids count in the loss, including BOS and EOS.
-            end_learnt: bool [documents], with a mask: whether EOS counts in the loss; None: it never does.
+            mask: uint8 [n], loss mask of the ids; None if all ids, including BOS and EOS, count in the loss.
+            end_learnt: bool [documents], if there is a mask: whether EOS counts in the loss; None if it never does.
 
         Raises:
             DataError: a document has more tokens than a token file allows.
@@ -189,12 +189,12 @@ class RunWriter:
         return grown
 
     def _frames(self, documents: int) -> list[tuple[bytes, bytes]]:
-        """The bytes of BOS and EOS for each document."""
+        """The bytes of BOS and EOS that frame each document."""
         frame = np.array(self.before, self.dtype).tobytes(), np.array(self.after, self.dtype).tobytes()
         return [frame] * documents
 
     def _mask_frames(self) -> list[tuple[bytes, bytes]]:
-        """The loss mask of BOS and EOS: 1 for a text, 0 for a conversation, unless its EOS is the template's own."""
+        """The loss mask of BOS and EOS: 1 for a text, 0 for a conversation unless its EOS is the template's own."""
         first, last = [[bytes([learnt]) * len(ids) for learnt in (0, 1)] for ids in (self.before, self.after)]
         return [(first[begin], last[end]) for begin, end in np.concatenate(self._frame_learnt).astype(int).tolist()]
 
@@ -202,7 +202,7 @@ class RunWriter:
     def _write_documents(
         path: Path, values: Array, lengths: Array, order: Array, frames: list[tuple[bytes, bytes]]
     ) -> U64:
-        """Writes the values of each document between its two frames, in order; returns the checksum of each."""
+        """Writes the values of each document between its two frames, in order; returns the documents' checksums."""
         data, size = values.view(np.uint8).data, values.itemsize
         ends = np.cumsum(lengths)
         first, last = ((ends - lengths)[order] * size).tolist(), (ends[order] * size).tolist()
@@ -223,7 +223,7 @@ class RunWriter:
 
 
 class RunStream:
-    """Writes a run of any size from documents that are added in its order."""
+    """Writes a run of any size from documents that are added in the run's order."""
 
     def __init__(self, run: Path, *, masked: bool) -> None:
         """Makes the directory `run`."""
@@ -295,7 +295,7 @@ class SortedRun:
             whole: whether all documents will be read, rather than some.
 
         Raises:
-            DataError: it is incomplete, though its task has finished.
+            DataError: the run is incomplete, though its task has finished.
         """
         try:
             summary = without_checksum(json.loads((path / _RUN).read_text()))
@@ -308,11 +308,11 @@ class SortedRun:
         return cls(path, documents, groups, bool(summary.get("checks")))
 
     def find_range(self, group: tuple[int, int], low: int, high: int) -> tuple[int, int]:
-        """Documents [first, end) of a group whose keys are in [low, high). Reads a few pages, however large the run."""
+        """Documents [first, end) of a group with keys in [low, high). Reads a few pages, however large the run is."""
         if group not in self.groups:
             return 0, 0
         first, end = self.groups[group]
-        keys = self.documents["key"]  # np.searchsorted would read all of them: they are not contiguous
+        keys = self.documents["key"]  # np.searchsorted would read all keys: they are not contiguous
         start, stop = (bisect_left(keys, bound, first, end) if bound < 1 << 64 else end for bound in (low, high))
         return start, stop
 
@@ -334,15 +334,15 @@ class SortedRun:
             raise damaged_run(self.path, f"{name} ends early")
 
     def verify(self, documents: Array, first: int, ids: Array, mask: Array) -> None:
-        """Compares consecutive documents, as read, with their checksums.
+        """Compares consecutive documents, as read, with their stored checksums.
 
         Args:
             documents: `DOCUMENT` [n], as stored.
-            first: number of the first of them in the run.
+            first: number of the first of these documents in the run.
             ids, mask: token ids and loss mask of these documents as read; the mask is empty in jobs without one.
 
         Raises:
-            DataError: a document differs from what the task had written.
+            DataError: a document differs from the one that its task wrote.
         """
         if not self.checks:
             return
@@ -370,7 +370,7 @@ def damaged_run(run: Path, why: str) -> DataError:
 
 @dataclass(frozen=True)
 class SortedRunPaths(Sequence[Path]):
-    """The paths of the runs of consecutive map tasks, as a sequence that pickles small: every later task has one.
+    """The paths of the runs of consecutive map tasks, as a sequence that pickles small: every later task contains one.
 
     Args:
         directories: the parent of the tasks' directories `00000` and on.
@@ -407,7 +407,7 @@ class SortedRunPaths(Sequence[Path]):
         return run_path(task_directory(self.directories, self.first + task), run)
 
     def _locate(self, i: int) -> tuple[int, int]:
-        """The index in `counts` of the task of run number `i`, and the run's number in that task."""
+        """The index in `counts` of the task with run number `i`, and the run's number in that task."""
         task = bisect_right(self._ends, i + self.skip)
         return task, i + self.skip - self._ends[task] + self.counts[task]
 
@@ -441,7 +441,7 @@ def _write_metadata(run: Path, tokens: Array, metadata: DocumentMetadata, sums: 
     documents["tokens"], documents["start"][1:] = tokens, np.cumsum(tokens)[:-1]
     for name in ("key", "rank", "bytes", "source", "split", "at", "unit"):
         documents[name] = getattr(metadata, name)
-    with (run / _DOCUMENTS).open("wb") as file:  # the error of `tofile` does not name a full disk
+    with (run / _DOCUMENTS).open("wb") as file:  # `tofile`'s error does not name a full disk
         file.write(documents.view(np.uint8).data)
     with (run / _CHECKS).open("wb") as file:
         file.write(document_checksums(documents, sums).data)

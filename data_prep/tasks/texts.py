@@ -1,6 +1,6 @@
 """Reads the texts of a task's units: checked against the bad-record limits, cleaned, in batches, in input order.
 
-Both the task that hashes lines and the map task use it, so they see the same texts in the same order.
+Both the task that hashes lines and the map task use it: they see the same texts in the same order.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class DocumentBatch:
     Attributes:
         texts: the texts; for conversations, their JSON lines.
         at: int64 [n], position of each document in its file.
-        key: uint64 [n], hash from which its sort key within its source is made.
-        unit: int64 [n], number of its unit in the task.
-        conversations: whether they are conversations, which are from a single unit and not cleaned.
+        key: uint64 [n], hash for the document's sort key within its source.
+        unit: int64 [n], number of the document's unit in the task.
+        conversations: whether the texts are conversations, which come from a single unit and are not cleaned.
     """
 
     texts: list[str]
@@ -53,19 +53,19 @@ class DocumentBatch:
 
 @dataclass
 class _Pending:
-    """Texts that are collected until a batch is full, from several units if these are small."""
+    """Texts collected until a batch is full, from several units if the units are small."""
 
     texts: list[str] = field(default_factory=list)
     at: list[Array] = field(default_factory=list)
     keys: list[U64] = field(default_factory=list)
     fields: list[Mapping[str, Any]] = field(default_factory=list)
-    """Further fields of each text, empty for a source that has none; no entries if no source has any."""
+    """Other fields of each text, empty for a source without such fields; no entries if no source has any."""
     units: list[tuple[int, int]] = field(default_factory=list)
     """(number of the unit, number of texts)."""
     characters: int = 0
 
     def add(self, batch: TextBatch, keys: U64, unit: int) -> None:
-        if batch.fields:  # batches of sources without such fields may stand before and after this one
+        if batch.fields:  # neighbouring batches may come from sources without such fields
             self.fields += [{}] * (len(self.texts) - len(self.fields))
         self.texts += batch.texts
         self.fields += batch.fields or [{}] * (len(batch.texts) if self.fields else 0)
@@ -114,7 +114,7 @@ class TextStream:
         return self._config.sources[self._source_of[unit]]
 
     def batches(self) -> Iterator[DocumentBatch]:
-        """Yields all texts that are kept."""
+        """Yields all kept texts."""
         pending = _Pending()
         for number, unit in enumerate(self._units):
             digest = unit_digest(unit)

@@ -1,7 +1,7 @@
 """The training sample of a tokenizer: cleaned documents of the train split, selected by a hash, streamed.
 
-The sample does not depend on how the corpus is split into tasks: neither the pieces of files that are read nor the
-documents selected from them do.
+The sample does not depend on how the corpus is split into tasks: neither the pieces of files nor the documents selected
+from them do.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from data_prep.tasks.cleaning import Cleaner
 from foundation.errors import DataError
 
 SPREAD = 8
-"""Multiple of the sample's size that is read of a large corpus: the sample then has text from many places, at the cost
-of reading 8 bytes for each that is used."""
+"""Multiple of the sample's size that is read from a large corpus. The sample then has text from many places, at the
+cost of reading 8 bytes for each byte used."""
 _PIECE_BYTES = 8 << 20
 _ENOUGH = 7 / 8
-"""Fraction of the wanted size that is enough: below it (documents were dropped), the pieces are read again."""
+"""Fraction of the wanted size that is enough; below it (documents were dropped), the pieces are read again."""
 _PROOF_CHARACTERS = 1 << 17
 _LONGEST_IN_PROOF = 1 << 14
 
@@ -35,9 +35,9 @@ _LONGEST_IN_PROOF = 1 << 14
 def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit, str] | None = None) -> Iterator[str]:
     """Yields about `tokenizer.sample_bytes` of train texts: a pure function of the corpus and the config.
 
-    Pieces of the corpus and documents are selected by the hash of their positions until the sample is full. Texts are
-    cleaned, and their split is computed as in the map tasks, but before repeated lines are removed. Unreadable records
-    are skipped; the map tasks report them.
+    Pieces of the corpus, and documents, are selected by the hash of their positions until the sample is full. Texts are
+    cleaned and assigned to splits as in the map tasks, but before repeated lines are removed. Unreadable records are
+    skipped; the map tasks report them.
 
     Args:
         units: all units of the job.
@@ -45,7 +45,7 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit
         digests: mapping to fill with the pieces that were read and the XXH3-128 of each; None for no record.
 
     Raises:
-        DataError: there are conversations, but no chat template, or one that fails for all of them.
+        DataError: there are conversations, but no chat template, or a template that fails for all of them.
     """
     wanted = left = config.tokenizer.sample_bytes
     units = [unit for unit in units if not _source_of(unit, config).seen]
@@ -66,13 +66,13 @@ def sample_texts(units: Sequence[Unit], config: CorpusConfig, digests: dict[Unit
 
 
 def proof_texts(units: Sequence[Unit], config: CorpusConfig) -> list[str]:
-    """The beginnings of some texts of a few files, to verify a tokenizer engine on: about 130,000 characters."""
+    """The beginnings of some texts of a few files, about 130,000 characters, for verifying a tokenizer engine."""
     texts, left = list[str](), _PROOF_CHARACTERS
     for piece in _select_pieces(_split_into_pieces(units), 1 << 62, config.seed):
         for beginning in _beginnings(piece, config):
             texts.append(beginning)
             left -= len(beginning)
-            if left <= _PROOF_CHARACTERS // 2:  # the other half from the next piece
+            if left <= _PROOF_CHARACTERS // 2:  # the next piece provides the other half
                 break
         if left <= 0:
             break
@@ -87,7 +87,7 @@ def _beginnings(piece: Unit, config: CorpusConfig) -> Iterator[str]:
 
 
 class _SampleReader:
-    """Reads train documents as the map tasks will tokenize them; `failure` is the first conversation's error."""
+    """Reads train documents in the form that map tasks will tokenize; `failure` is the first conversation's error."""
 
     def __init__(self, config: CorpusConfig, digests: dict[Unit, str]) -> None:
         self._config, self._digests = config, digests
@@ -136,7 +136,7 @@ class _SampleReader:
         return texts if cleaned is None else cleaned[0]
 
     def _conversations(self, lines: list[str]) -> tuple[list[str], list[str]]:
-        """Contents of the conversations that the template can render, and rendered texts, which decide on the split."""
+        """Contents of the conversations that the template can render, and rendered texts, which decide the split."""
         assert self._render is not None
         contents, rendered = list[str](), list[str]()
         for line in lines:
@@ -154,7 +154,7 @@ class _SampleReader:
 
 
 def _renderer(config: CorpusConfig) -> Callable[[str], str]:
-    """Makes a function that renders conversations like the map tasks, from template and special tokens alone."""
+    """Makes a function that renders conversations as map tasks do, from template and special tokens alone."""
     from data_prep.chat import encoder  # noqa: PLC0415 - brings jinja2 along
 
     section = config.tokenizer
@@ -199,7 +199,7 @@ def _select_pieces(pieces: Sequence[Unit], wanted_bytes: int, seed: int) -> list
 
 
 def _split_into_pieces(units: Sequence[Unit]) -> list[Unit]:
-    """Splits the same parts of the same files at multiples of `_PIECE_BYTES` instead of the plan's borders."""
+    """Splits the units' parts of files at multiples of `_PIECE_BYTES` instead of the plan's borders."""
     files: dict[tuple[str, str], list[Unit]] = {}
     for unit in units:
         files.setdefault((unit.source, unit.file), []).append(unit)

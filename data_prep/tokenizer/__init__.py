@@ -1,1 +1,1 @@
-"""Tokenizers: trained BPE and sentencepiece or existing ones, fast engines and the proof of equal ids, fingerprints."""
+"""Tokenizers: trained BPE and sentencepiece or existing ones, fast engines with verified ids, fingerprints."""

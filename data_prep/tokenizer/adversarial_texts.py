@@ -1,4 +1,4 @@
-"""Adversarial texts on which two implementations of one tokenizer differ, if they differ at all."""
+"""Adversarial texts: if two implementations of one tokenizer differ, they differ on these."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ _WRITTEN = (
     "Å Å Ω ½ ™ ﬀ ﬃ ² ₂ Ⅳ ㈱ ㎏ … 𝐇𝐞𝐥𝐥𝐨 ｆｕｌｌ　ｗｉｄｔｈ",
     "a\u0323\u0302 \u1ead \u1112\u1161\u11ab",
 )
-"""Texts of scripts whose letters have several normal forms."""
+"""Texts in scripts whose letters have several normal forms."""
 
 
 def normal_forms() -> list[str]:
-    """Texts of many scripts in each of Unicode's four normal forms: normalizers differ there first."""
+    """Texts in many scripts, each in Unicode's four normal forms: normalizers differ there first."""
     forms: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
     return [unicodedata.normalize(form, text) for text in _WRITTEN for form in forms]
 
@@ -87,7 +87,7 @@ def random_texts() -> list[str]:
 
 
 def _piece(draw: Callable[[], float]) -> str:
-    """Draws a word, or 1 to 4 characters of a code point range; `draw`, most of the cost, returns 0 <= x < 1."""
+    """Draws a word, or 1 to 4 characters from a code point range; `draw`, which costs most, returns 0 <= x < 1."""
     if draw() < 0.5:
         return _WORDS[int(len(_WORDS) * draw())]
     first, last = _RANGES[int(len(_RANGES) * draw())]

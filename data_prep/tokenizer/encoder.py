@@ -43,11 +43,11 @@ class Encoder:
         return len(self.prefix_ids) + len(self.suffix_ids)
 
     def encode(self, texts: list[str]) -> Tokens:
-        """The ids of each text, without BOS and EOS."""
+        """Encodes each text as ids, without BOS and EOS."""
         return self.engine.encode(texts)
 
     def check(self, texts: list[str], *, where: str) -> None:
-        """Verifies the engine on some texts (`engine_choice.check_sample`)."""
+        """Verifies the engine on texts (`engine_choice.check_sample`)."""
         check_sample(self.engine, self.folder, texts, parse_special_tokens=self.parse_special_tokens, where=where)
 
 

@@ -1,12 +1,12 @@
 """Choice of the tokenization engine: the fastest one that reproduces the ids of the reference.
 
-The reference is the `tokenizers` library with tokenizer.json, which everything else loads. For a tokenizer that was
-given as a sentencepiece model it is `sentencepiece` itself; others may take its place only if nothing is known that
-tokenizer.json cannot express, see `sentencepiece_model.inexact_because`.
+The reference is the `tokenizers` library with tokenizer.json, which all other software loads. For a tokenizer given as
+a sentencepiece model, the reference is `sentencepiece` itself. Other engines may replace it only if the model has no
+known feature that tokenizer.json cannot express, see `sentencepiece_model.inexact_because`.
 
-An engine is verified once when the tokenizer is made, on adversarial texts and on a sample of the corpus, and again in
-every map task, on a sample of its documents. An engine that fails the first check is replaced by the next candidate;
-one that fails the second ends the job, since earlier documents may have wrong ids, too.
+An engine is verified once when the tokenizer is made, on adversarial texts and a sample of the corpus, and again in
+every map task, on a sample of its documents. If the first check fails, the next candidate replaces the engine. If the
+second fails, the job ends, since earlier documents may have wrong ids, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, samp
         sample: texts of the corpus.
 
     Raises:
-        ConfigError: the named engine is not installed, or does not give the ids of the reference.
+        ConfigError: the named engine is not installed, or gives other ids than the reference.
     """
     reference_name = reference_of(folder)
     if wanted == "sentencepiece" != reference_name:
@@ -85,7 +85,7 @@ def choose_engine(wanted: str, folder: Path, *, parse_special_tokens: bool, samp
 
 
 def _of_sentencepiece(folder: Path) -> tuple[list[str], str | None]:
-    """Texts to compare on, and why no engine that reads tokenizer.json can be exact, or None."""
+    """Texts for the comparison, and the reason why no engine that reads tokenizer.json can be exact, or None."""
     from data_prep.tokenizer import sentencepiece_model  # noqa: PLC0415 - few jobs need it
 
     model = sentencepiece_model.reference_model(folder)
@@ -101,7 +101,7 @@ def check_sample(
         where: name of the task that checks, for the error message, e.g. `map task 3`.
 
     Raises:
-        DataError: their ids differ; names a text.
+        DataError: their ids differ; the message names a text.
     """
     name = reference_of(folder)
     if engine.name == name or not texts:
@@ -128,6 +128,6 @@ def _rejection(
         mismatch = find_mismatch(
             open_engine(name, folder, parse_special_tokens=parse_special_tokens), reference, texts, expected
         )
-    except Exception as error:  # engines raise any type for a tokenizer that they do not support
+    except Exception as error:  # engines raise any type for an unsupported tokenizer
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return None if mismatch is None else f"gives other ids than {reference.name} for {mismatch[:60]!r}"

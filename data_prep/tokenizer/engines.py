@@ -1,8 +1,8 @@
 """Tokenization engines: the references, `tokenizers` and `sentencepiece`, and faster libraries that must reproduce
 their ids.
 
-An engine returns one flat array per batch of texts, so that no token becomes a Python object (except in the reference,
-whose API has no such call). Tasks run in parallel, so each engine is limited to one thread.
+An engine returns one flat array per batch of texts: no token becomes a Python object (except in the reference, whose
+API has no such call). Tasks run in parallel: each engine is limited to one thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from data_prep.tokenizer.load import load
 
 EngineName = Literal["fastokens", "gigatoken", "tokenizers", "sentencepiece"]
 CANDIDATES: tuple[EngineName, ...] = ("fastokens", "gigatoken")
-"""Fast engines in order of preference: the first that is installed, supports the tokenizer and reproduces its ids is
-used."""
+"""Fast engines in order of preference: the first one is used that is installed, supports the tokenizer and reproduces
+its ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ _ENGINES: dict[str, Callable[..., TokenizerEngine]] = {
 def open_engine(name: EngineName, folder: Path, *, parse_special_tokens: bool) -> TokenizerEngine:
     """Loads a tokenizer folder into an engine.
 
-    Engines are cached by the content of the tokenizer's files, for the next tasks of the process, which may see the
-    folder under another path.
+    Engines are cached by the content of the tokenizer's files, for the process's next tasks, which may see the folder
+    under another path.
 
     Args:
         name: name of the engine.

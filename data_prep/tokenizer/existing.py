@@ -1,8 +1,8 @@
 """Import of an existing tokenizer, a Hugging Face folder or a sentencepiece .model file, into the job's own folder.
 
-Later users of the model get the tokenizer that `AutoTokenizer` makes of a folder, and in transformers 5 that is not
-always its tokenizer.json (some classes rebuild their own from the vocabulary). So `AutoTokenizer` loads the folder and
-saves it, and the original and the saved copy must give the same ids.
+Later users of the model get the tokenizer that `AutoTokenizer` makes from a folder. In transformers 5 that is not
+always its tokenizer.json (some classes rebuild their own from the vocabulary). So `AutoTokenizer` loads and saves the
+folder, and the original and the saved copy must give the same ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foundation.foreign_json import read_json
 def import_tokenizer(path: str, folder: Path) -> list[str]:
     """Writes the tokenizer at `path` into `folder`.
 
-    It may import transformers, and so torch: run it in a separate process.
+    It may import transformers, and thereby torch: run it in a separate process.
 
     Returns:
         Lines for the user.
@@ -79,9 +79,9 @@ def _import_folder(path: str, folder: Path) -> None:
 
 
 def _keep_model(original: Path, folder: Path) -> None:
-    """Keeps the sentencepiece model of a folder, which `save_pretrained` leaves out and llama.cpp reads.
+    """Keeps a folder's sentencepiece model, which `save_pretrained` leaves out and llama.cpp reads.
 
-    If the folder had no tokenizer.json, the ids are those of the model, provided the saved copy has all its pieces.
+    If the folder had no tokenizer.json, the ids are the model's, provided the saved copy has all its pieces.
     """
     for name in MODEL_FILES:
         if (original / name).is_file():
@@ -95,7 +95,7 @@ def _keep_model(original: Path, folder: Path) -> None:
 
 
 def _name_difference(path: str, folder: Path) -> list[str]:
-    """A line if the tokenizer.json and the sentencepiece model of a folder give a text different ids."""
+    """A line if a folder's tokenizer.json and sentencepiece model give different ids for a text."""
     model = sentencepiece_model.read_beside(folder)
     if model is None or reference_of(folder) == "sentencepiece":
         return []

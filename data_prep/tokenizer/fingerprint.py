@@ -29,8 +29,8 @@ TOKENIZER_FILES = (
 )
 """Globs of the files that make up a tokenizer of transformers, without chat templates."""
 _IRRELEVANT = ("version", "truncation", "padding", "post_processor")
-"""Keys of tokenizer.json that do not affect the ids of a document: they truncate, pad or wrap a prompt, and
-transformers rewrites them with every `save_pretrained`."""
+"""Keys of tokenizer.json that do not affect a document's ids: they truncate, pad or wrap a prompt, and transformers
+rewrites them at every `save_pretrained`."""
 _TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
 _FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)
 
@@ -38,8 +38,8 @@ _FILES = ("config.json", *TOKENIZER_FILES, *_TEMPLATES)
 def tokenizer_fingerprint(folder: Path) -> str:
     """SHA-256 of the canonical JSON of the parts that encode text: normalizer, pre-tokenizer, model, added tokens.
 
-    `tokenizers` loads and re-serializes the file first, so that older serializations of the same tokenizer (merges as
-    "a b", missing defaults) hash alike, and a folder keeps its fingerprint through `AutoTokenizer...save_pretrained`.
+    `tokenizers` first loads and re-serializes the file: older serializations of the same tokenizer (merges as "a b",
+    missing defaults) have the same hash, and a folder keeps its fingerprint through `AutoTokenizer...save_pretrained`.
 
     Raises:
         DataError: tokenizer.json is missing or damaged.
@@ -57,7 +57,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def fingerprint_of_loaded(tokenizer: Any) -> str:
-    """`tokenizer_fingerprint` of a `tokenizers.Tokenizer`."""
+    """`tokenizer_fingerprint` for a loaded `tokenizers.Tokenizer`."""
     content = orjson.loads(tokenizer.to_str())
     kept = {key: value for key, value in content.items() if key not in _IRRELEVANT}
     kept["added_tokens"] = sorted(kept["added_tokens"], key=lambda token: token["id"])

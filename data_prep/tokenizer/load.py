@@ -1,4 +1,4 @@
-"""Loading of a tokenizer folder with the `tokenizers` library, its vocabulary size and its special token ids."""
+"""Loads a tokenizer folder with the `tokenizers` library; gives its vocabulary size and special token ids."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foundation.foreign_json import read_json
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 REFERENCE = "reference_ids"
-"""Key of tokenizer_config.json that names the reference (`reference_of`); transformers keeps it."""
+"""Key of tokenizer_config.json with the name of the reference (`reference_of`); transformers keeps it."""
 
 
 def load(folder: Path, *, parse_special_tokens: bool = False) -> Any:
-    """The folder's `tokenizers.Tokenizer`, without truncation and padding. It is cached: do not modify it.
+    """Loads a folder's `tokenizers.Tokenizer`, without truncation and padding. It is cached: do not modify it.
 
     Args:
         folder: folder with a tokenizer.json.
@@ -55,9 +55,9 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a folder with the names of the special tokens, as `AutoTokenizer` finds them.
+    """Reads tokenizer_config.json with the names of the special tokens, as `AutoTokenizer` finds them.
 
-    A folder of older versions of transformers names them in special_tokens_map.json, which counts if
+    Folders from older versions of transformers name them in special_tokens_map.json, which is used if
     tokenizer_config.json does not list its added tokens.
 
     Raises:
@@ -81,7 +81,7 @@ def reference_of(folder: Path) -> Literal["tokenizers", "sentencepiece"]:
 
 
 def special_ids(folder: Path, tokenizer: Any) -> dict[str, int | None]:
-    """Ids of the special tokens of a folder: {"eos_id", "bos_id", "pad_id"}; None for one it lacks."""
+    """Ids of a folder's special tokens: {"eos_id", "bos_id", "pad_id"}; None for a token that it lacks."""
     config = read_config(folder)
     texts = {kind: token_text(config.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")}
     return {f"{kind}_id": None if text is None else tokenizer.token_to_id(text) for kind, text in texts.items()}
@@ -93,14 +93,14 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path, *, kind: str) -> dict[str, Any]:
-    """The tokenizer's entry in the manifest: fingerprint, vocab_size, eos_id, bos_id, pad_id, kind."""
+    """Makes the tokenizer's entry in the manifest: fingerprint, vocab_size, eos_id, bos_id, pad_id, kind."""
     tokenizer = load(folder)
     entry = {"fingerprint": fingerprint_of_loaded(tokenizer), "vocab_size": vocab_size(tokenizer), "kind": kind}
     return entry | special_ids(folder, tokenizer)
 
 
 def missing_bos(folder: Path, policy: TextPolicy) -> list[str]:
-    """A line for the user if the tokenizer itself puts BOS in front of a text, but documents get none."""
+    """A line for the user if the tokenizer itself puts BOS before a text, but documents get no BOS."""
     tokenizer = load(folder)
     bos = special_ids(folder, tokenizer)["bos_id"]
     if policy.prepend_bos or bos is None:
@@ -118,8 +118,8 @@ def check_usable(folder: Path, policy: TextPolicy) -> None:
     """Refuses a tokenizer that cannot fulfil the policy.
 
     Raises:
-        DataError: EOS or BOS is to be added and the tokenizer has none, or the model encodes the literal text of a
-            special token as that token although the policy forbids it.
+        DataError: EOS or BOS is to be added but the tokenizer has none; or the model encodes the literal text of a
+            special token as that token, although the policy forbids it.
     """
     tokenizer = load(folder)
     ids = special_ids(folder, tokenizer)
@@ -131,7 +131,7 @@ def check_usable(folder: Path, policy: TextPolicy) -> None:
         if wanted and ids[f"{kind}_id"] is None:
             remedy = f'set "{kind}_token" in its tokenizer_config.json, or set {key} to false'
             raise DataError(f"the tokenizer has no {word}-of-document token, and {key} is true\n  try: {remedy}")
-    if policy.parse_special_tokens or reference_of(folder) == "sentencepiece":  # which never gives such an id
+    if policy.parse_special_tokens or reference_of(folder) == "sentencepiece":  # sentencepiece never gives such an id
         return
     for number, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and number in tokenizer.encode(token.content, add_special_tokens=False).ids:

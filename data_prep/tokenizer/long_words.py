@@ -1,7 +1,7 @@
-"""Very long words: runs without white space, such as a line of DNA or base64, or runs of nothing else.
+"""Very long words: runs without white space, such as a line of DNA or base64, or runs of white space.
 
-The training of a byte-level BPE takes time in the square of the longest word (18 s for 200,000 letters), so words are
-cut for it; encoding takes linear time. Documents with such words are named, since they are seldom wanted.
+Training a byte-level BPE takes time in the square of the longest word (18 s for 200,000 letters): words are cut for
+training. Encoding takes linear time. Documents with these words are named, since they are seldom wanted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 TRAINED_CHARACTERS = 1024
 """Longest word in training, in characters; longer ones are cut into pieces of this length."""
 NAMED_CHARACTERS = 50_000
-"""Length in characters from which a document's longest word is named."""
+"""Length in characters from which the longest word of a document is named."""
 
 
 def _longer_than(characters: int) -> re.Pattern[str]:
-    """Pattern of runs of more characters. Lookbehinds keep the search from starting within a run: it is linear."""
+    """Pattern of longer runs. Lookbehinds keep the search from starting within a run: it takes linear time."""
     more = characters + 1
     return re.compile(rf"(?<!\S)\S{{{more},}}|(?<!\s)\s{{{more},}}")
 
@@ -25,10 +25,10 @@ _TRAINED, _NAMED = _longer_than(TRAINED_CHARACTERS), _longer_than(NAMED_CHARACTE
 
 
 def cut_long_words(texts: Iterable[str], *, longest: int | None = None) -> Iterator[str]:
-    """Yields texts with no word of more than `TRAINED_CHARACTERS`; one with longer words becomes several.
+    """Yields texts without words of more than `TRAINED_CHARACTERS`; a text with longer words becomes several.
 
     Args:
-        longest: characters of a word to keep; the rest of it is left out. None: no limit.
+        longest: number of characters to keep of a word; the rest is left out. None: no limit.
     """
     for text in texts:
         begin = 0

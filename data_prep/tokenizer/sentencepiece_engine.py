@@ -1,4 +1,4 @@
-"""The tokenization engine `sentencepiece`, and the offsets of its tokens in a text, which conversations need."""
+"""The tokenization engine `sentencepiece`, with the offsets of tokens in a text, which conversations need."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from data_prep.tokenizer.load import load
 
 
 class SentencepieceEngine:
-    """The `sentencepiece` library: the reference for a tokenizer that was given as a sentencepiece model.
+    """The `sentencepiece` library: the reference for a tokenizer given as a sentencepiece model.
 
-    With `parse_special_tokens` a text is cut at the literal control symbols, as `tokenizers` does; sentencepiece itself
-    never reads one. Ids are those of the tokenizer.json beside it if transformers numbers the same pieces differently.
+    With `parse_special_tokens` a text is cut at literal control symbols, as in `tokenizers`; sentencepiece itself never
+    reads one. If transformers numbers the pieces differently, ids are those of the tokenizer.json beside the model.
     """
 
     name: EngineName = "sentencepiece"
@@ -47,7 +47,7 @@ class SentencepieceEngine:
         return Tokens(np.concatenate([np.empty(0, np.uint32), *parts]), offsets)
 
     def encode_with_offsets(self, text: str) -> tuple[npt.NDArray[np.uint32], list[tuple[int, int]]]:
-        """Encodes a text; returns ids, and the (start, end) of each in characters, end exclusive."""
+        """Encodes a text; returns ids, and the (start, end) of each id in characters, end exclusive."""
         ids: list[npt.NDArray[np.uint32]] = [np.empty(0, np.uint32)]
         offsets: list[tuple[int, int]] = []
         for start, end, special in self._segments(text):
@@ -61,7 +61,7 @@ class SentencepieceEngine:
         return np.concatenate(ids), offsets
 
     def _segments(self, text: str) -> Iterator[tuple[int, int, int | None]]:
-        """Yields (start, end, id of the special token or None) for each piece of a text that is not empty."""
+        """Yields (start, end, id of the special token or None) for each non-empty piece of a text."""
         at = 0
         for match in self._cut.finditer(text) if self._cut is not None else ():
             if match.start() > at:
@@ -73,7 +73,7 @@ class SentencepieceEngine:
 
 
 def _encode_with_offsets(processor: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encodes a text; returns ids, and the (start, end) of each in characters."""
+    """Encodes a text; returns ids, and the (start, end) of each id in characters."""
     if hasattr(processor, "encode_as_offset_mapping"):
         found = processor.encode_as_offset_mapping(text)
         return found["ids"], found["offsets"]

@@ -1,7 +1,7 @@
 """Conversion of a sentencepiece model (unigram or BPE) to a `tokenizers` tokenizer.
 
-`AutoTokenizer` and everything that serves a model load the converted tokenizer. It gives the ids of sentencepiece
-except in the cases of `inexact_because`; such models are encoded by sentencepiece itself, see `engine_choice`.
+`AutoTokenizer` and all programs that serve a model load the converted tokenizer. It gives sentencepiece's ids except in
+the cases of `inexact_because`; sentencepiece itself encodes such models, see `engine_choice`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _UNIGRAM, _BPE = 1, 2
 _SPACE_MARK = "▁"
 _PIECES_PER_TEXT = 50
 _UNREACHABLE = -1e6
-"""Score of pieces that no text may become (`<s>`, `<0x0A>`): a unigram model would encode their literal text as them,
-since tokenizers looks up every piece, sentencepiece only normal ones. It suffices if the characters of that text are
-pieces themselves; a model where they are not is found by the texts that an engine is verified on."""
+"""Score of pieces that no text may become (`<s>`, `<0x0A>`). A unigram model would otherwise encode their literal text
+as these pieces, since tokenizers looks up every piece, and sentencepiece only normal ones. The score is low enough if
+the characters of that text are pieces themselves; the texts that verify an engine find models where they are not."""
 
 
 def convert(model: bytes) -> Any:
     """Builds the equivalent `tokenizers.Tokenizer`.
 
     Raises:
-        DataError: it is not a sentencepiece model, or neither a unigram nor a BPE one.
+        DataError: the bytes are not a sentencepiece model, or it is neither unigram nor BPE.
     """
     proto = _parse(model)
     kind = proto.trainer_spec.model_type
@@ -61,12 +61,12 @@ def eos_and_bos(model: bytes) -> tuple[str | None, str | None]:
 
 
 def inexact_because(model: bytes) -> str | None:
-    """Names a feature of a model that `convert` cannot express for every text; None if none is known.
+    """Names a feature that makes `convert` inexact for some texts; None if the model has no known one.
 
-    `tokenizers` applies a character map to one grapheme at a time, sentencepiece to the longest match, so decomposed
-    (NFD) Korean and Vietnamese differ; it normalizes what is between two user-defined symbols as a text of its own,
-    with a prefix space; it merges pieces of equal score by id, sentencepiece the leftmost; and it adds the scores of a
-    unigram model in double precision, sentencepiece in single, so that ties fall differently.
+    `tokenizers` applies a character map to one grapheme at a time, sentencepiece to the longest match: decomposed (NFD)
+    Korean and Vietnamese differ. `tokenizers` normalizes the text between two user-defined symbols as a text of its
+    own, with a prefix space. It merges pieces of equal score by id, sentencepiece the leftmost. It adds the scores of a
+    unigram model in double precision, sentencepiece in single: ties fall differently.
     """
     proto = _parse(model)
     normal = [p.score for p in proto.pieces if p.type == _NORMAL]
@@ -82,9 +82,9 @@ def inexact_because(model: bytes) -> str | None:
 
 
 def texts_of_pieces(model: bytes) -> list[str]:
-    """Texts on which a conversion fails first, made of a model's own pieces.
+    """Texts made of a model's own pieces, on which a conversion fails first.
 
-    Pieces come in the order of their ids, doubled, and user-defined symbols before, between and after words.
+    Pieces come in the order of their ids, then doubled; user-defined symbols come before, between and after words.
     """
     proto = _parse(model)
     pieces = [p.piece.replace(_SPACE_MARK, " ") for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED)]
@@ -95,9 +95,9 @@ def texts_of_pieces(model: bytes) -> list[str]:
 
 
 def read_beside(folder: Path) -> bytes | None:
-    """The sentencepiece model in a tokenizer folder, under one of the names that transformers uses; None without one.
+    """Reads the sentencepiece model in a tokenizer folder, by transformers' names for it; None without one.
 
-    Llama 3 has a `tokenizer.model` that is not of sentencepiece.
+    Llama 3 has a `tokenizer.model` that is not sentencepiece's.
     """
     for name in MODEL_FILES:
         if (folder / name).is_file():
@@ -123,7 +123,7 @@ def reference_model(folder: Path) -> bytes:
 
 
 def open_processor(model: bytes) -> Any:
-    """A `sentencepiece.SentencePieceProcessor` for the bytes of a .model file."""
+    """Opens a `sentencepiece.SentencePieceProcessor` for the bytes of a .model file."""
     return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
@@ -190,8 +190,8 @@ def _normalizer(spec: Any) -> Any:
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # sentencepiece removes only U+0020; Strip would also remove line ends. Without the lookbehind, a long run of
-        # blanks within the text would be tried from each of them to its end
+        # sentencepiece removes only U+0020; Strip would also remove line ends. Without the lookbehind, the search would
+        # scan a long run of blanks within the text from each blank to the run's end
         steps += [normalizers.Replace(Regex(r"\A +|(?<! ) +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE_MARK))
@@ -199,7 +199,7 @@ def _normalizer(spec: Any) -> Any:
 
 
 def _splitter(pieces: Iterable[str]) -> Any:
-    """Pre-tokenizer that splits where no piece spans the boundary: the same ids, and equal words hit the cache."""
+    """Pre-tokenizer that splits where no piece spans the boundary: ids stay the same, and equal words hit the cache."""
     listed = list(pieces)
     if any(re.search(f"[^{_SPACE_MARK}]{_SPACE_MARK}", piece) for piece in listed):
         return None

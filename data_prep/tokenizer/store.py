@@ -1,10 +1,11 @@
-"""Store of trained tokenizers, beside the outputs: equal training texts and settings are trained on once.
+"""Store of trained tokenizers beside the outputs: a tokenizer is trained once for equal texts and settings.
 
     .headrace-tokenizers/KEY/files/       the files that `train.train` wrote
     .headrace-tokenizers/KEY/done.json    the SHA-256 of each of the files, and a checksum
 
-KEY hashes all that the files depend on, see `training_key`. An entry appears by a rename, so jobs may use a store at
-the same time; its files are compared with their checksums when it is taken. The last few entries are kept.
+KEY hashes all inputs that determine the files, see `training_key`. An entry appears by a rename: several jobs may use a
+store at the same time. When an entry is used, its files are compared with their checksums. The last few entries are
+kept.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from foundation.version import __version__
 
 _KEPT = 4
 _ABANDONED_S = 24 * 3600.0
-"""Age from which the scratch directory of a killed process is removed."""
+"""Age above which the scratch directory of a killed process is removed."""
 _FILES = "files"
 _NOT_TRAINED_ON = {"path", "engine", "chat_template", "date", "sample_bytes"}
 """Keys of the section that do not affect training, except through the texts, which are hashed."""
 _MEMORY_BYTES = 128 << 20
-"""Largest size kept in memory; more goes to a file. Twice the default sample, which sentencepiece copies, too."""
+"""Largest size in memory; a larger sample goes to a file. Twice the default sample, which sentencepiece also copies."""
 _LENGTH_BYTES = 8
 
 
@@ -48,13 +49,13 @@ def training_key(section: TokenizerSection, texts: SpooledTexts) -> str:
 
 
 def train_or_reuse(texts: SpooledTexts, folder: Path, section: TokenizerSection, store: TokenizerStore) -> list[str]:
-    """Copies the stored tokenizer into `folder`, or trains one and stores it; the files are the same.
+    """Copies the stored tokenizer into `folder`, or trains and stores one; the files are the same.
 
     Returns:
         Lines for the user: which stored tokenizer was reused, or why none was.
 
     Raises:
-        ConfigError: the texts are too few for a vocabulary of that size.
+        ConfigError: there are too few texts for a vocabulary of that size.
     """
     key = training_key(section, texts)
     entry, lines = store.root / key, list[str]()
@@ -82,14 +83,14 @@ class TokenizerStore:
         """Copies the files of an entry into `folder`; returns whether there is such an entry.
 
         Raises:
-            DataError: the entry is damaged, or was removed meanwhile; nothing is copied.
+            DataError: the entry is damaged, or has been removed meanwhile; nothing is copied.
         """
         entry = self.root / key
         if not entry.is_dir():
             return False
         for name, content in self._read(entry):
             (folder / name).write_bytes(content)
-        with suppress(OSError):  # in a store that this user may only read
+        with suppress(OSError):  # this user may only have read access to the store
             os.utime(entry)
         return True
 
@@ -104,7 +105,7 @@ class TokenizerStore:
             shutil.copytree(folder, scratch / _FILES, copy_function=shutil.copyfile)
             sums = {path.name: _sha256(path.read_bytes()) for path in (scratch / _FILES).iterdir()}
             write_json(scratch / MARKER, with_checksum({"sha256": sums}))
-        with suppress(OSError):  # another process removes the same
+        with suppress(OSError):  # another process may be removing the same entry
             self._prune(self.root / key)
 
     def remove(self, key: str) -> None:
@@ -149,7 +150,7 @@ def _sha256(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class SpooledTexts:
-    """Texts, in order; iterable any number of times, one after the other.
+    """Texts in order; they can be iterated any number of times, but not concurrently.
 
     Attributes:
         file: file with each text as its length in bytes (8 bytes, little-endian) and its UTF-8.
@@ -172,7 +173,7 @@ def spool(texts: Iterable[str], directory: Path) -> Iterator[SpooledTexts]:
     """Reads all texts; they are kept until the block ends.
 
     Args:
-        directory: directory of the unnamed file of a large sample.
+        directory: directory for the unnamed file of a large sample.
 
     Raises:
         OSError: the disk is full.

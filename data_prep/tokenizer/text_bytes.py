@@ -1,7 +1,7 @@
-"""UTF-8 bytes of the text that token ids encode, from the tokenizer alone, for datasets that do not record it.
+"""UTF-8 bytes of the text that token ids encode, from the tokenizer alone, for datasets that do not record them.
 
-In a byte-level vocabulary every character of a token is a byte. In one with byte fallback, such as sentencepiece's,
-`<0x0A>` is a byte and U+2581 a space. Special tokens are not text.
+In a byte-level vocabulary every character of a token is a byte. In a vocabulary with byte fallback, such as
+sentencepiece's, `<0x0A>` is a byte and U+2581 a space. Special tokens are not text.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class IdBytes:
             return None
 
     def count(self, ids: npt.NDArray[Any], *, documents: int) -> int:
-        """Bytes of the text of some documents; all of their ids [n] must be in the tokenizer."""
+        """Counts the bytes of some documents' text; the tokenizer must have all of their ids [n]."""
         counted = np.bincount(ids, minlength=self.sizes.size)
         return int(counted @ self.sizes) - self.spaces * documents
 
 
 def text_bytes(file: IndexedTokens, tokenizer: Path) -> int:
-    """UTF-8 bytes of all text of a token file; every token is read.
+    """UTF-8 bytes of all text of a token file; reads every token.
 
     Args:
         file: an open token file.

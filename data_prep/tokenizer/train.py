@@ -1,7 +1,7 @@
 """Tokenizer training (byte-level BPE, sentencepiece unigram and BPE), written as a Hugging Face folder.
 
-Training is deterministic: byte-level BPE breaks ties by ids (verified equal with 1 and 2 threads); sentencepiece sums
-floats per thread, so its number of threads is a constant.
+Training is deterministic. Byte-level BPE breaks ties by ids (verified equal with 1 and 2 threads). sentencepiece sums
+floats per thread: its number of threads is a constant.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LLAMA3_SPLIT = (
 )
 """Llama 3's split pattern: words with one leading punctuation mark, up to three digits, runs of whitespace."""
 
-_THREADS = 4  # of sentencepiece; a constant, since the model depends on it (4 threads are about 1.8 times as fast as 1)
+_THREADS = 4  # for sentencepiece; constant, as the model depends on it (4 threads are about 1.8 times as fast as 1)
 _MAX_LINE_BYTES = 1 << 16
 _UNBOUNDED = 10**30  # transformers' value for "no limit"
 
@@ -43,9 +43,9 @@ def train(texts: Iterable[str], folder: Path, section: TokenizerSection) -> None
         section: config section with kind, vocabulary size and special tokens.
 
     Raises:
-        ConfigError: the texts are too few for a vocabulary of that size.
+        ConfigError: there are too few texts for a vocabulary of that size.
     """
-    # to unigram every substring of a word is a candidate: a line of DNA of 1 MB would take minutes, cut or not
+    # in unigram training every substring of a word is a candidate: a line of DNA of 1 MB would take minutes, cut or not
     unigram = section.train == "sentencepiece-unigram"
     texts = cut_long_words(texts, longest=NAMED_CHARACTERS if unigram else None)
     if section.train == "bpe":
@@ -138,7 +138,7 @@ def _special_token_ids(section: TokenizerSection) -> dict[str, Any]:
 
 
 def _training_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yields lines for sentencepiece: a NUL would end a line early, and one over the size limit would be dropped."""
+    """Yields lines for sentencepiece: a NUL would end a line early; a line over the size limit would be dropped."""
     for text in texts:
         for line in text.replace("\0", " ").split("\n"):
             for start in range(0, len(line), _MAX_LINE_BYTES // 4):

@@ -32,10 +32,10 @@ Number = TypeVar("Number", int, float)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Trains all sizes, prints what was found, and writes it.
+    """Trains all sizes, and prints and writes the results.
 
     Returns:
-        0; 1 where a line of CompleteP is not flat.
+        0; 1 if a line of CompleteP is not flat.
 
     Raises:
         ConfigError: the config or an option is refused, before any run is trained.

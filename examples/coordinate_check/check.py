@@ -1,4 +1,4 @@
-"""The coordinate check: is the change of activations by training the same at all widths and depths?"""
+"""The coordinate check: does training change activations equally at all widths and depths?"""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from examples.coordinate_check.sizes import Grid, Name, Size, check_config, resi
 from pipeline.config.sections.run import Config
 
 FLAT = 0.15
-"""The largest slope of a flat line: a factor of 1.37 over eight times the size. The standard parametrization has 0.3 to
-1.2 (docs/how-to/parametrization.md)."""
+"""The largest slope of a flat line: a factor of 1.37 over eight times the size. The standard parametrization has slopes
+of 0.3 to 1.2 (docs/how-to/parametrization.md)."""
 
 STEP_TOKENS = 4096
-"""Fewest tokens of a step: the order of the paper's own check. With them and the architecture's default initial
-values CompleteP was flat over the depth as well (docs/how-to/parametrization.md)."""
+"""Fewest tokens of a step, as many as in the paper's own check. With these and the architecture's default initial
+values CompleteP was flat over depth as well (docs/how-to/parametrization.md)."""
 
 MAY_SHRINK = ("queries", "MLP activations", "residual stream")
-"""Places whose change may become less with depth: differences between layers average out over them."""
+"""Places whose change may shrink with depth: differences between layers average out over more layers."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class Line:
 
     @property
     def slope(self) -> float:
-        """Exponent of the least-squares power law through the values; NaN where one is not positive and finite."""
+        """Exponent of the least-squares power law through the values; NaN if a value is not positive and finite."""
         return slope(self.sizes, self.values)
 
     @property
     def flat(self) -> bool:
-        """Whether the slope is within `FLAT` of 0, or the line `shrinks`; a single size has no slope, and is flat."""
+        """Whether the slope is within `FLAT` of 0, or the line `shrinks`; a single size has no slope, so it is flat."""
         return len(self.sizes) < 2 or abs(self.slope) <= FLAT or self.shrinks
 
     @property
     def shrinks(self) -> bool:
-        """Whether the change becomes less with depth, where it may."""
+        """Whether the change shrinks with depth, at a place where it may."""
         return self.dimension == "depth" and self.place in MAY_SHRINK and self.slope < -FLAT
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Exponent p of the least-squares fit values ~ sizes^p in logarithms; NaN where a value has no logarithm."""
+    """Exponent p of the least-squares fit values ~ sizes^p in logarithms; NaN if a value has no logarithm."""
     if not all(0 < value < math.inf for value in values) or len(sizes) < 2:
         return math.nan
     x, y = [math.log(each) for each in sizes], [math.log(each) for each in values]
@@ -76,24 +76,24 @@ def coordinate_check(
     parametrizations: Sequence[Name] = ("standard", "completep"),
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
-    """Trains the config at every size for a few steps, and measures how far its activations move.
+    """Trains the config at every size for a few steps, and measures how far activations move.
 
     Args:
         config: config with model.config, CompleteP and model.base.
         grid: widths and depths.
         steps: steps of each run.
-        seeds: runs of each size; root mean squares are averaged over them.
+        seeds: number of runs of each size; root mean squares are averaged over them.
         step_tokens: fewest tokens of each step.
         parametrizations: parametrizations to compare.
         report: function called with a line for each size.
 
     Raises:
-        ConfigError: the config has no CompleteP rules, or one of the sizes is refused.
+        ConfigError: the config has no CompleteP rules, or a size is refused.
         TrainingError: a run has a non-finite loss.
     """
     base = check_config(config.model)
     config = config.model_copy(update={"scheduler": None})  # the full learning rate from the first step on
-    for size in grid.sizes(base):  # all are refused before the first is trained
+    for size in grid.sizes(base):  # refuses any size before the first is trained
         resized(config, size, parametrization="completep", lr=None, seed=0, steps=steps)
     lines: list[Line] = []
     for name in parametrizations:

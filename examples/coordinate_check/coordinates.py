@@ -1,6 +1,6 @@
 """Sizes of a model's coordinates: how far training moves activations, measured on one batch (a coordinate check).
 
-A parametrization that transfers moves every coordinate by about as much at every size (Yang et al. 2022,
+With a parametrization that transfers, every coordinate moves by about as much at every size (Yang et al. 2022,
 arXiv:2203.03466, appendix D.1).
 """
 
@@ -26,12 +26,11 @@ from pipeline.models.decoder_layers import decoder_layers
 from pipeline.run.prepare import PreparedRun, prepare
 
 PLACES = ("embedding", "queries", "MLP activations", "residual stream", "logits")
-"""Places that are compared: queries and MLP activations of the last layer; the residual stream is the final norm's
-input."""
+"""Compared places: queries and MLP activations are the last layer's; the residual stream is the final norm's input."""
 
 
 def begin(run: ResolvedRun) -> tuple[PreparedRun, Engine]:
-    """Prepares a run, and builds its engine on one CPU process, at its first step."""
+    """Prepares a run, and builds its engine in one CPU process, at its first step."""
     prepared = prepare(run)
     objective = CrossEntropy(z_loss=run.config.loss.z_loss)
     engine = build_engine(run, prepared.model, prepared.values, objective, device=torch.device("cpu"))
@@ -39,7 +38,7 @@ def begin(run: ResolvedRun) -> tuple[PreparedRun, Engine]:
 
 
 def losses(prepared: PreparedRun, engine: Engine) -> Iterator[float]:
-    """Trains to the end; yields the loss of every step, in nats per token.
+    """Trains to the end; yields the loss of every step in nats per token.
 
     Raises:
         TrainingError: a loss or gradient norm is not finite.
@@ -54,8 +53,8 @@ def measure(run: ResolvedRun) -> dict[str, float]:
     """Trains a run, and measures how far its activations move.
 
     Returns:
-        Place -> root mean square over coordinates of the change of the activations since initialization, on the first
-        micro-batch.
+        Place -> root mean square, over coordinates, of how much the activations on the first micro-batch have changed
+        since initialization.
     """
     prepared, engine = begin(run)
     first = next(iter(StepLoader(prepared.mixture, run.batch, dp_rank=0, steps=(1, 1))))
@@ -96,7 +95,7 @@ def _recording(causal: nn.Module, model_type: str, found: dict[str, Tensor]) -> 
 
 
 def _owners(causal: nn.Module, model_type: str) -> dict[str, nn.Module]:
-    """Place -> module whose input or output it is."""
+    """Place -> module that has the place as its input or output."""
     last = str(max(decoder_layers(causal)))
     kinds = {name: kind_of(model_type, name) for name, _ in causal.named_parameters()}
 

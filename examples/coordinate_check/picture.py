@@ -1,4 +1,4 @@
-"""The pictures of a coordinate check and of a sweep of the learning rate, as SVG files."""
+"""The pictures of a coordinate check and of a learning-rate sweep, as SVG files."""
 
 from __future__ import annotations
 

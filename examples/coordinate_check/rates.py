@@ -1,4 +1,4 @@
-"""A sweep of the learning rate at several widths and depths: does the best one stay the same?"""
+"""A learning-rate sweep at several widths and depths: does the best rate stay the same?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foundation.errors import TrainingError
 from pipeline.config.sections.run import Config
 
 LAST = 0.1
-"""Share of the steps, at the end, whose mean training loss is compared: every step has samples not seen before."""
+"""Share of the steps, at the end, over which the training loss is averaged: every step has new samples."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Sweep:
         parametrization: standard or completep.
         size: width and depth of the model.
         rates: peak learning rates, ascending.
-        losses: nats per token, mean over the last steps and all seeds; infinite where a run diverged.
+        losses: final loss of each rate, nats per token, mean over the last steps and all seeds; infinite if a run
+            diverged.
     """
 
     parametrization: Name
@@ -49,10 +50,10 @@ def sweep(
 ) -> list[Sweep]:
     """Trains every size at every rate, with the config's schedule.
 
-    At the base model's size both parametrizations are the same run, and it is trained once.
+    At the base model's size both parametrizations are the same run, which is trained once.
 
     Raises:
-        ConfigError: the config has no CompleteP rules, or one of the sizes is refused.
+        ConfigError: the config has no CompleteP rules, or a size is refused.
     """
     base = check_config(config.model)
     rates = tuple(sorted(rates))

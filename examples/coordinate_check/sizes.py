@@ -37,7 +37,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of a check. The config's own model.base is the base model, whatever the size.
+    """The sizes of a check. The config's own model.base is the base model of every size.
 
     Attributes:
         widths: hidden sizes, at the base model's depth.
@@ -54,7 +54,7 @@ class Grid:
 
 
 def check_config(model: ModelSection) -> Size:
-    """Checks that models of several sizes can be made of a config; returns the size of the base model.
+    """Checks that a config allows models of several sizes; returns the size of the base model.
 
     Raises:
         ConfigError: the config has no CompleteP parametrization, or its model is loaded from a folder.
@@ -83,19 +83,19 @@ def resized(
 ) -> ResolvedRun:
     """Resolves the run of one size on one process.
 
-    Heads keep their size, and the proportions of the base model are kept.
+    Heads keep their size, and the proportions are those of the base model.
 
     Args:
         config: config that `check_config` accepts.
         size: width and depth of the model.
         parametrization: standard or completep; standard leaves out the base model.
-        lr: peak learning rate; None for the config's.
+        lr: peak learning rate; None for the config's rate.
         seed: seed of initialization and data order.
         steps: length of the run.
         step_tokens: fewest tokens of each step, reached by gradient accumulation over several of the config's batches.
 
     Raises:
-        ConfigError: the width is no multiple of a head, or `resolve` refuses the run.
+        ConfigError: the width is not a multiple of a head, or `resolve` refuses the run.
     """
     raw = config.model_dump(mode="json", exclude_none=True)
     kept = {key: value for key, value in raw.items() if key not in _DROPPED}
@@ -120,7 +120,7 @@ def resized(
 
 
 def _base(model: ModelSection) -> dict[str, int]:
-    """All sizes of the base model; sizes it leaves out are the config's, not the resized model's."""
+    """All sizes of the base model; sizes that it leaves out come from the config, not from the resized model."""
     return {key: value for key in BaseModelSection.model_fields if (value := _value(model, key)) is not None}
 
 
@@ -145,7 +145,7 @@ def _model(model: ModelSection, size: Size) -> dict[str, Any]:
 
 
 def _value(model: ModelSection, key: str) -> Any:
-    """A size of the base model; None where the architecture's own default follows from others."""
+    """A size of the base model; None if the architecture's default derives it from other sizes."""
     assert model.config is not None
     assert model.base is not None
     value = getattr(model.base, key)

@@ -1,4 +1,4 @@
-"""Results of a coordinate check and of a sweep of the learning rate, as lines of text and as JSON."""
+"""Results of a coordinate check and of a learning-rate sweep, as lines of text and as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_lines(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def as_json(lines: Sequence[Line]) -> dict[str, Any]:
-    """All lines with their slopes; null where one has none."""
+    """All lines with their slopes; null for a line without a slope."""
     return {"lines": [{**asdict(line), "slope": None if math.isnan(line.slope) else line.slope} for line in lines]}
 
 
@@ -43,7 +43,7 @@ def sweep_lines(sweeps: Sequence[Sweep]) -> Iterator[str]:
 
 
 def sweeps_json(sweeps: Sequence[Sweep]) -> dict[str, Any]:
-    """All losses, nats per token; null where a run diverged."""
+    """All losses in nats per token; null for a run that diverged."""
     return {"sweeps": [_plain(each) for each in sweeps]}
 
 

@@ -1,1 +1,1 @@
-"""Verbs of `headrace` that need more than one package: schema, explain, status, submit."""
+"""Verbs of `headrace` that need several packages: schema, explain, status, submit."""

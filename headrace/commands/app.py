@@ -16,7 +16,7 @@ from foundation.version import __version__
 
 _TEXT = "From raw text to a small language model that serves. 'headrace VERB --help' shows the options of a verb."
 _SHELLS = {"bash": ".bashrc", "zsh": ".zshrc"}
-"""Shell -> the file that it reads when it starts."""
+"""Shell -> its start-up file."""
 
 
 def main() -> None:

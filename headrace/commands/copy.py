@@ -1,4 +1,4 @@
-"""`headrace copy FROM TO`: finished directories between a disk and an object store."""
+"""`headrace copy FROM TO`: copies finished directories between a disk and an object store."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(url: str, final: Path, *, progress: Callable[[int], None]) -> dict[str, int]:
-    """Copies a directory that is no run from an object store; returns the bytes of every file."""
+    """Copies a directory other than a run from an object store; returns the bytes of every file."""
     files = fetch(url, final, progress=progress, beside=True).files
     return {name: int(entry["bytes"]) for name, entry in files.items()}

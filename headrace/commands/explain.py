@@ -1,4 +1,4 @@
-"""`headrace explain KEY`: what a config key means, its type, default and an example, for every kind of config files."""
+"""`headrace explain KEY`: explains a config key, its type, default and an example, for every kind of config files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines_of(path: str) -> list[str]:
     """The lines that explain a key or section, or list all sections for an empty path.
 
     Raises:
-        ConfigError: there is no such key; the nearest one is named.
+        ConfigError: there is no such key; the message names the nearest one.
     """
     if not path:
         return list(_overview())
@@ -89,7 +89,7 @@ def _section(kind: str, section: Key) -> Iterator[str]:
 
 
 def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
-    """Explains keys inside of free objects and keys of DeepSpeed that are not run; refuses keys that do not exist."""
+    """Explains keys within free objects and DeepSpeed keys that runs ignore; refuses unknown keys."""
     from pipeline.config.deepspeed.keys import REFUSED, REFUSED_ZERO  # noqa: PLC0415
 
     refused = REFUSED | {f"zero_optimization.{name}": remedy for name, remedy in REFUSED_ZERO.items()}

@@ -1,4 +1,4 @@
-"""`headrace import SOURCE OUT`: tokens of other tools, or with --config a checkpoint of another trainer."""
+"""`headrace import SOURCE OUT`: imports tokens of other tools, or with --config a checkpoint of another trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     """Imports tokens or a checkpoint.
 
     Raises:
-        ConfigError: neither --tokenizer nor --config is given, or both.
+        ConfigError: neither --tokenizer nor --config is given, or both are.
     """
     if arguments.config is not None:
         if arguments.tokenizer is not None:

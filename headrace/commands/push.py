@@ -1,4 +1,4 @@
-"""`headrace push DIRECTORY REPOSITORY`: a finished directory, with its card, as one commit of the Hugging Face Hub."""
+"""`headrace push DIRECTORY REPOSITORY`: uploads a finished directory, with its card, in one commit to the Hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ leaves no file in the repository, and repeated it sends only what is not there. 
 HF_TOKEN, and must be allowed to write."""
 CARD = "README.md"
 _PAPERS = (CARD, "croissant.json", "training-content-summary.md", "sbom.cdx.json")
-"""Files that `headrace card` may have written beside those of the manifest."""
+"""Files that `headrace card` may have written beside the files in the manifest."""
 _TYPES = {"model": "model", "tokens": "dataset"}
 """Kind of a directory -> type of its repository."""
 _MAIN = "main"
@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Checks the directory, and pushes it or prints what would be pushed.
+    """Checks the directory, then pushes it or prints what would be pushed.
 
     Raises:
-        DataError: the directory is not finished or damaged, or the Hub refuses the push.
+        DataError: the directory is unfinished or damaged, or the Hub refuses the push.
         StorageError: the Hub cannot be reached; a repetition is safe.
     """
     directory, repository, revision = arguments.directory, arguments.repository, arguments.revision
@@ -86,7 +86,7 @@ def _check_name(repository: str) -> None:
 
 
 def _checked(directory: Path) -> tuple[str, list[str]]:
-    """The type of repository and the files that go there, after their sizes and checksums were compared."""
+    """Checks sizes and checksums; returns the type of repository and the files to push."""
     manifest = local_manifest(directory)[1]
     if manifest.kind not in _TYPES:
         remedy = "headrace export, and push the model" if manifest.kind in ("run", "checkpoint") else "headrace copy"
@@ -116,7 +116,7 @@ def _check_account() -> None:
 
 
 def _push(directory: Path, names: list[str], repository: str, repo_type: str, revision: str, *, private: bool) -> str:
-    """Creates the repository and the branch where they are missing, and commits; returns the commit's URL."""
+    """Creates the repository and the branch if they are missing, and commits; returns the commit's URL."""
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415
 
     api = HfApi(library_name="headrace")
@@ -133,13 +133,13 @@ def _push(directory: Path, names: list[str], repository: str, repo_type: str, re
         commit_message=f"headrace push {directory.resolve().name}",
         repo_type=repo_type,
         revision=revision,
-        parent_commit=there.sha,  # another writer's commit meanwhile is refused, not mixed with this one
+        parent_commit=there.sha,  # a concurrent writer's commit is refused, not mixed with this one
     )
     return done.commit_url
 
 
 def _check_others(there: list[str], names: list[str], place: str) -> None:
-    """Refuses to mix two directories: old shards beside new ones would be read together."""
+    """Refuses to mix two directories: old shards beside new ones would be read together with them."""
     suffixes = {PurePosixPath(name).suffix for name in names} - {"", ".md"}
     others = sorted(name for name in set(there) - set(names) if PurePosixPath(name).suffix in suffixes)
     if others:
@@ -149,7 +149,7 @@ def _check_others(there: list[str], names: list[str], place: str) -> None:
 
 @contextmanager
 def _explained(repository: str) -> Iterator[None]:
-    """Turns errors of the Hub within the block into errors that say what to do."""
+    """Turns the Hub's errors within the block into errors with a remedy."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     http_error = errors.HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by its version

@@ -1,4 +1,4 @@
-"""`headrace schema`: the JSON Schema of a kind of config files, and the reference page that is made of it."""
+"""`headrace schema`: the JSON Schema of a kind of config files, and the reference page made from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHORT = {
     ", not empty": "",
     ", or ": " or ",
 }
-"""Words of `json_schema.wanted` -> what stands for them in a list."""
+"""Phrase of `json_schema.wanted` -> its short form in a list."""
 
 
 _TEXT = """\
@@ -86,8 +86,8 @@ class _KeyGroup:
     """The keys under one heading.
 
     Attributes:
-        section: The key that holds them; None at the top of a file.
-        prefix: Their common path, with the dot that ends it.
+        section: The key that holds the keys; None at the top of a file.
+        prefix: The common path of the keys, with its final dot.
     """
 
     kind: str
@@ -97,13 +97,13 @@ class _KeyGroup:
 
     @property
     def name(self) -> str:
-        """The heading, and how lines under other headings refer to it."""
+        """The heading, which lines under other headings refer to."""
         file = "" if self.kind == "run" else f" of {KINDS[self.kind].what}"
         return f"`{self.prefix.rstrip('.')}`{file}" if self.prefix else "the first list"
 
     @property
     def text(self) -> str:
-        """Sentences about the section, without those that its objects and its key have in common."""
+        """Sentences about the section; sentences that its objects and its key share appear once."""
         section = self.section
         if section is None:
             return ""
@@ -124,7 +124,7 @@ def _groups(kind: str) -> Iterator[_KeyGroup]:
 
 
 def _homes() -> dict[str, _KeyGroup]:
-    """The line of a key -> where it is printed: under the shortest of the paths that have it, the first of several."""
+    """The line of a key -> the group that prints it: under the shortest path with that line, the first of several."""
     found: dict[str, _KeyGroup] = {}
     for group in (group for kind in KINDS for group in _groups(kind)):
         for line in (_line(key, group.prefix) for key in group.keys):
@@ -145,7 +145,7 @@ def _page(kind: str, homes: dict[str, _KeyGroup]) -> Iterator[str]:
 
 
 def _lines(group: _KeyGroup, homes: dict[str, _KeyGroup]) -> Iterator[str]:
-    """A line for each key that no other heading explains, and one for all that another one does."""
+    """A line for each key that no other heading explains, and one line for all keys that another heading explains."""
     elsewhere: dict[str, list[str]] = {}
     for key in (key for key in group.keys if not key.is_section and not key.path.endswith("].step")):
         line = _line(key, group.prefix)
@@ -178,7 +178,7 @@ def _line(key: Key, prefix: str) -> str:
 
 
 def _type(key: Key) -> str:
-    """The allowed values in few words; none where the default or the meaning shows them."""
+    """The allowed values in few words; empty if the default or the meaning shows them."""
     wanted = key.wanted.removesuffix(", or null")
     choices = re.findall(r'"([^"]*)"', wanted) if wanted.startswith("one of") else []
     unnamed = [each for each in choices if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", key.description)]
@@ -191,6 +191,6 @@ def _type(key: Key) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Begins with a capital, unless the first word is a value, and ends with a full stop."""
+    """Capitalizes the first word, unless it is a value, and ends with a full stop."""
     first = text[0] if re.match(r"\w+:|[a-z]+[\d_.]|dtype", text) else text[0].upper()
     return f"{first}{text[1:]}{'' if text.endswith('.') else '.'}"

@@ -1,4 +1,4 @@
-"""`headrace status [RUN]`: how far a run or a data-prep job is, from any terminal, without touching it."""
+"""`headrace status [RUN]`: the progress of a run or a data-prep job, from any terminal, without affecting it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ add_arguments = command.add_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows a data-prep job; all else is a run of the trainer."""
+    """Shows a data-prep job; any other path is a run of the trainer."""
     given = arguments.run or arguments.config
     lines = None if given is None else data_prep_lines(Path(given), arguments.overrides)
     if lines is None:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def data_prep_lines(path: Path, overrides: Sequence[str] = ()) -> list[str] | None:
-    """The phases of a data-prep job, given by its config, its directory or its output; None for anything else.
+    """The phases of a data-prep job, given its config, its directory or its output; None for any other path.
 
     Raises:
         DataError: the job has not begun, or its files are damaged.

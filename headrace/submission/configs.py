@@ -1,7 +1,7 @@
-"""Reads the configs of a submission: their kinds, their outputs, and which waits for which. No torch.
+"""Reads the configs of a submission: their kinds, their outputs, and which stage waits for which. No torch.
 
-A stage waits for the stages given before it whose output its config names: a training config that reads the tokens of
-a corpus config, a compress config whose model is a run.
+A stage waits for earlier stages whose output its config names: e.g. a training config that reads the tokens of a corpus
+config, or a compress config whose model is a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Given:
     Attributes:
         file: path of the config, as the user typed it.
         kind: corpus, run, prune, quantize or compress.
-        raw: content of the config, with all it extends and all overrides.
+        raw: content of the config, with all files that it extends and all overrides.
         number: number among the configs of the same kind, from 1.
     """
 
@@ -54,11 +54,11 @@ def read_configs(files: Sequence[str], overrides: Sequence[str]) -> list[Given]:
     """Reads the configs of a submission.
 
     Args:
-        overrides: `--set` texts; they apply to the training configs, or to the one config that is given.
+        overrides: `--set` texts; they apply to the training configs, or to the only config if there is just one.
 
     Raises:
-        ConfigError: a file cannot be read, or is of no kind that can be submitted; two write to one directory; a
-            pruning or quantization is of a training, which it cannot read.
+        ConfigError: a file cannot be read, or cannot be submitted; two configs write to one directory; or a pruning or
+            quantization names a training, which it cannot read.
     """
     found: list[Given] = []
     kinds = [(file, kind_of(file, configfile.load(file))) for file in files]
@@ -79,7 +79,7 @@ def kind_of(file: str, raw: Mapping[str, Any]) -> str:
     """The kind of a config, by its keys.
 
     Raises:
-        ConfigError: the keys fit no kind.
+        ConfigError: the keys match no kind.
     """
     if "sources" in raw and "output" in raw:
         return "corpus"
@@ -103,7 +103,7 @@ def before(stage: Given, others: Sequence[Given]) -> list[Given]:
 
 @dataclass(frozen=True)
 class Element:
-    """One element of a sweep: the values that it sets, as `--set` texts, and its run directory."""
+    """One element of a sweep: its values, as `--set` texts, and its run directory."""
 
     values: tuple[str, ...]
     run_dir: Path
@@ -115,13 +115,13 @@ class Element:
 
 
 def elements(run_dir: Path, sweeps: Sequence[str]) -> list[Element]:
-    """The elements of a sweep, each with a directory of its own in `run_dir`: the last key varies quickest.
+    """The elements of a sweep, each with its own directory in `run_dir`; the last key varies fastest.
 
     Args:
-        sweeps: texts of `--sweep`, e.g. `optimizer.params.lr=1e-3,3e-4`; several make a grid.
+        sweeps: texts of `--sweep`, e.g. `optimizer.params.lr=1e-3,3e-4`; several texts make a grid.
 
     Raises:
-        ConfigError: a text without a key or a value; a value twice; elements that would share a directory.
+        ConfigError: a text has no key or no value; a value occurs twice; or elements would share a directory.
     """
     lists = []
     for text in sweeps:
@@ -166,7 +166,7 @@ def _check_own_output(given: Given, others: Sequence[Given]) -> None:
 
 
 def _check_model_is_exported(given: Given, others: Sequence[Given]) -> None:
-    """Refuses to prune or quantize a run of the submission: only a compression exports it first."""
+    """Refuses to prune or quantize a run of the submission: only a compression exports a run first."""
     model = given.raw.get("model")
     if given.kind not in ("prune", "quantize") or not isinstance(model, str) or (Path(model) / "config.json").is_file():
         return

@@ -1,8 +1,8 @@
-"""Prints the arguments of one element of a job array for `slurm/sweep.sh`, one per line, the config first.
+"""Prints the arguments of one job array element for `slurm/sweep.sh`, one per line, the config first.
 
     python -m headrace.submission.element CONFIG [--set KEY=VALUE ...] [--sweep KEY=VALUE,VALUE ...]
 
-Elements that share a run directory would train one run, each waiting for the lock of the other.
+Elements that shared a run directory would train one run, each waiting for the other's lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def arguments_of(words: Sequence[str], *, number: int | None) -> list[str]:
         number: number of the element; None outside of a job array.
 
     Raises:
-        ConfigError: there is no such element, or the config has no run.dir.
+        ConfigError: the element does not exist, or the config has no run.dir.
     """
     parser = argparse.ArgumentParser(prog="slurm/train.sbatch", allow_abbrev=False)
     parser.add_argument("config")

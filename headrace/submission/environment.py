@@ -30,7 +30,7 @@ def _variables(site: SiteConfig, root: Path) -> Iterator[str]:
     own = {
         "HEADRACE_ROOT": str(root),
         "HEADRACE_VENV": venv_of(site),
-        "HEADRACE_SWEEP": "resolved",  # slurm/sweep.sh: the config of an element is complete
+        "HEADRACE_SWEEP": "resolved",  # slurm/sweep.sh: an element's config is complete
         **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}),
         **site.environment,
     }
@@ -55,7 +55,7 @@ def _modules(site: SiteConfig) -> Iterator[str]:
 
 
 def _container(site: SiteConfig, directory: Path) -> Iterator[str]:
-    """Lines that put a `python` first on PATH that starts the Apptainer image; Pyxis has options of sbatch instead."""
+    """Lines that put a `python` first on PATH that starts the Apptainer image; Pyxis has sbatch options instead."""
     if site.container is None or site.container.runtime != "apptainer":
         return
     tools = directory / "bin"

@@ -1,4 +1,4 @@
-"""The arguments of `headrace submit`, and the sweep, nodes and processes of its training configs."""
+"""The arguments of `headrace submit`, with the sweep, nodes and processes of its training configs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Request:
     """The arguments of `headrace submit`.
 
     Attributes:
-        nodes: number of nodes of each training config, or one number for all.
+        nodes: number of nodes of each training config, or one number for all configs.
         tasks: processes on each node; None for one per GPU of the site, or one without GPUs.
-        workers: jobs in each array of data prep; None for the default.
+        workers: number of jobs in each array of data prep; None for the default.
         sweeps: texts of `--sweep`, KEY=VALUE,VALUE.
     """
 
@@ -38,7 +38,7 @@ def sweep_of(configs: Sequence[Given], sweeps: Sequence[str]) -> list[Element]:
     """The elements of a sweep; none without `--sweep`.
 
     Raises:
-        ConfigError: there is not one training config, another stage reads its run, or its run.dir is a URL.
+        ConfigError: there are several training configs or none, another stage reads the run, or run.dir is a URL.
     """
     if not sweeps:
         return []
@@ -61,7 +61,7 @@ def nodes_of(configs: Sequence[Given], nodes: Sequence[int]) -> list[int]:
     """Number of nodes of each training config.
 
     Raises:
-        ConfigError: the numbers are neither one nor as many as the training configs.
+        ConfigError: there are several numbers, but not as many as training configs.
     """
     runs = sum(each.kind == "run" for each in configs)
     if len(nodes) not in (1, runs):

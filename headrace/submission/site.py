@@ -1,6 +1,6 @@
-"""A Slurm site's settings (`slurm/site.toml`): what differs from one cluster to the next, in one file.
+"""A Slurm site's settings (`slurm/site.toml`): everything that differs between clusters, in one file.
 
-The keys at the top hold for every stage; a table `[data]`, `[train]`, `[export]` or `[compress]` overrides them.
+The keys at the top apply to every stage; a table `[data]`, `[train]`, `[export]` or `[compress]` overrides them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def load_site(path: Path | None) -> tuple[SiteConfig, Path]:
         path: the file; None for `slurm/site.toml` in the working directory, or else the shipped one, which is empty.
 
     Raises:
-        ConfigError: there is no such file, it is not TOML, or it has unknown keys or values of a wrong kind.
+        ConfigError: the file does not exist, is not TOML, or has unknown keys or values of a wrong kind.
     """
     found = path or (FILE if FILE.is_file() else find_shipped(FILE))
     assert found is not None, "the shipped file"

@@ -1,13 +1,13 @@
-"""The directory of a submission: the code, configs and scripts of its jobs, as they were when it was submitted.
+"""The directory of a submission: the code, configs and scripts of its jobs, as submitted.
 
     RUN/submissions/1/
-        submission.json     the command, the site, the version of the code, when it was submitted, the jobs
+        submission.json     the command, the site, the version of the code, the time of submission, the jobs
         code/               the packages and job scripts of a clone; of an installed package the version is in the JSON
-        configs/NAME.json   the config of each stage, with all it extends and all overrides
+        configs/NAME.json   the config of each stage, with all files that it extends and all overrides
         NAME.sbatch         the script of each stage; `sbatch NAME.sbatch` submits it again
-        logs/               what the jobs print
+        logs/               the output of the jobs
 
-Later edits of the clone or of the configs do not reach a job that waits in the queue.
+Later edits of the clone or the configs do not affect a job that waits in the queue.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from headrace.submission.configs import Given
 from pipeline.runtime.metrics.times import iso_time
 
 PACKAGES = ("headrace", "foundation", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
-"""Folders of a clone that are copied; headrace/share links to the last two."""
+"""Folders of a clone that are copied; headrace/share has links to the last two."""
 CLONE = Path(__file__).resolve().parents[2]
 
 
 def is_clone() -> bool:
-    """Whether the code that runs is in a clone, else it is installed."""
+    """Whether the running code is in a clone rather than installed."""
     return (CLONE / "slurm" / "env.sh").is_file()
 
 
@@ -39,31 +39,31 @@ def directory_of(configs: list[Given]) -> Path:
     """The directory of a new submission: in the first run's directory, else beside the first output."""
     first = next((each for each in configs if each.kind == "run"), configs[0])
     made = first.makes.absolute()
-    # other stages write their output under its name when it is whole
+    # other stages rename their complete output to this name
     parent = made / "submissions" if first.kind == "run" else made.parent / f"{made.name}.submissions"
     taken = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
     return parent / str(max(taken, default=0) + 1)
 
 
 def copy_code(directory: Path) -> Path | None:
-    """Copies the code of a clone; returns the copy, or None where the code is installed."""
+    """Copies the code of a clone; returns the copy, or None if the code is installed."""
     if not is_clone():
         return None
     code = directory / "code"
-    # a run in a folder of the clone, such as demo/: its submissions are not copied into themselves
+    # for a run in a folder of the clone, such as demo/: submissions are not copied into themselves
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "submissions", "*.submissions")
     for name in PACKAGES:
         if (CLONE / name).is_dir():
             shutil.copytree(CLONE / name, code / name, symlinks=True, ignore=ignored)
-    write_text(code / COPIED_FROM, code_version()["commit"] or "")  # manifests go on naming it
+    write_text(code / COPIED_FROM, code_version()["commit"] or "")  # manifests continue to name it
     return code
 
 
 def make(directory: Path) -> list[Path]:
-    """Makes the directory of a submission; returns it and the parents that were made for it, for `remove`.
+    """Makes the directory of a submission; returns it and its newly made parents, for `remove`.
 
     Raises:
-        DataError: another submission has taken its number meanwhile.
+        DataError: another submission has meanwhile taken its number.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -76,14 +76,14 @@ def make(directory: Path) -> list[Path]:
 
 
 def remove(made: Sequence[Path]) -> None:
-    """Removes a submission that failed, and the directories above it that were made for it.
+    """Removes a failed submission, and the parent directories that were made for it.
 
     Args:
         made: directories that `make` returned.
     """
     directory, *above = made
     shutil.rmtree(directory, ignore_errors=True)
-    with suppress(OSError):  # not empty: something else was written there meanwhile
+    with suppress(OSError):  # not empty: another process has written there meanwhile
         for path in above:
             path.rmdir()
 

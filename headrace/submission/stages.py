@@ -1,4 +1,4 @@
-"""The jobs of a submission: a script for each stage, and which waits for which."""
+"""The jobs of a submission: a script for each stage, and the stages that each waits for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.submission.environment import settings_of
 from headrace.submission.site import SiteConfig, StageSettings
 
 SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
-"""Kind -> script; all others have `pipeline.sbatch`."""
+"""Kind -> script; all other kinds have `pipeline.sbatch`."""
 ORIGINAL = "original"
 """Folder in the output of a compress config for the export of its run (see `pipeline.compress.recipe.steps`)."""
 _OPTION = re.compile(r"##?SBATCH\s+(--[\w-]+)")
@@ -24,14 +24,14 @@ _HINT = re.compile(r"# (Edit the header|A line that starts with '##SBATCH')")
 
 @dataclass(frozen=True)
 class Stage:
-    """A job, a job array or, for data prep, a chain of them.
+    """A job, a job array or, for data prep, a chain of jobs.
 
     Attributes:
-        after: names of the stages that have to succeed before.
+        after: names of the stages that have to succeed first.
         text: text of its script.
-        configs: file name -> content of the configs that it reads.
-        chain: whether it is a corpus config, whose script is submitted once per job of the chain.
-        makes: directory that it writes.
+        configs: file name -> content of the configs that the stage reads.
+        chain: whether this is a corpus config, whose script is submitted once per job of the chain.
+        makes: directory that the stage writes.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class CommonSettings:
-    """The settings that the stages of a submission have in common.
+    """Settings that all stages of a submission share.
 
     Attributes:
         directory: directory of the submission.
@@ -73,7 +73,7 @@ def stages_of(configs: Sequence[Given], plan: CommonSettings) -> list[Stage]:
             found.append(_training(given, after, plan))
         else:
             runs = [each for each in after if each.kind == "run" and _is_model(given, each)]
-            # a step that was done is not done again
+            # a finished step is not repeated
             if given.kind == "compress" and runs and not (given.makes / ORIGINAL / MANIFEST).is_file():
                 found.append(_export(given, runs[0], plan))
                 after = [*after, given]
@@ -106,7 +106,7 @@ def _training(given: Given, after: Sequence[Given], plan: CommonSettings) -> Sta
     if not plan.sweep:
         words = quoted([str(_config(plan, given.name))])
         return Stage(given.name, names, _fill(plan, "run", options, words), given.makes, {given.name: given.raw})
-    # one config per element, with a run directory of its own
+    # one config per element, each with its own run directory
     log = shlex.quote(f"{plan.directory}/logs/{given.name}-%A-%a.out")
     options |= {"--array": f"0-{len(plan.sweep) - 1}", "--output": log}
     configs = {f"{given.name}-{i}": _with_values(given, element) for i, element in enumerate(plan.sweep)}
@@ -135,7 +135,7 @@ def _model(given: Given, after: tuple[str, ...], plan: CommonSettings) -> Stage:
 
 
 def _snapshot(given: Given, plan: CommonSettings) -> dict[str, Mapping[str, Any]]:
-    """A compress config and the training config that it names, which is read when the job runs."""
+    """A compress config and the training config that it names, which the job reads when it runs."""
     distill = given.raw.get("distill") if given.kind == "compress" else None
     if not distill:
         return {given.name: given.raw}
@@ -171,7 +171,7 @@ def _options(kind: str, name: str, makes: Path, plan: CommonSettings) -> dict[st
     if site.container is not None and site.container.runtime == "pyxis":
         given["--container-image"] = site.container.image
         given["--container-mounts"] = ",".join(f"{each}:{each}" for each in [str(Path.cwd()), *site.mounts])
-    # sbatch reads quotes in a header as a shell does: paths may have spaces. Those of `extra` are the user's own
+    # sbatch reads quotes in a header as a shell does: paths may have spaces. Users quote their own values of `extra`
     chosen = {key: shlex.quote(value) for key, value in given.items() if value is not None}
     return {**chosen, **dict(option_of(text) for text in settings.extra)}
 
@@ -191,16 +191,15 @@ def _fill(
 
 
 def fill(shipped: Path, *, about: str, options: Mapping[str, str | None], settings: Sequence[str]) -> str:
-    """The text of a script of `slurm/` with other options.
+    """The text of a script in `slurm/`, with other options.
 
-    The text stays the shipped one, with its comments. Options take the place of those in the header, and the settings
-    of the submission (environment, arguments) follow it, so that the file says everything and can be submitted again by
-    hand.
+    The text stays the shipped one, with its comments. The header gets the new options, followed by the submission's
+    settings (environment, arguments). The file is then complete, and can be submitted again by hand.
 
     Args:
         shipped: the script.
-        about: one line on the origin of the new script.
-        options: option of sbatch, with its dashes -> value, None for one without a value.
+        about: one line about the origin of the new script.
+        options: option of sbatch, with its dashes -> value; None for an option without a value.
         settings: lines of bash that run before the script's own.
     """
     lines = shipped.read_text(encoding="utf-8").splitlines()
@@ -224,7 +223,7 @@ def quoted(words: Sequence[str]) -> str:
 
 
 def _replaced(line: str, left: dict[str, str | None]) -> str:
-    """A line of the header with the new value of its option, which is taken out of `left`."""
+    """A header line with the new value of its option, which is removed from `left`."""
     found = _OPTION.match(line)
     return _line(found[1], left.pop(found[1])) if found and found[1] in left else line
 

@@ -1,4 +1,4 @@
-"""`headrace submit`: checks configs, writes their scripts beside a copy of the code, and submits them as a chain."""
+"""`headrace submit`: checks configs, writes their scripts beside a copy of the code, and submits a chain of jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def submit(request: Request, *, say: Say) -> None:
     """Submits the configs of a request, or prints their scripts.
 
     Raises:
-        ConfigError, DataError: a config or a job would be refused; then nothing is submitted or left behind.
+        ConfigError, DataError: a config or a job would be refused; nothing is then submitted or left behind.
     """
     if not request.dry_run and shutil.which("sbatch") is None:
         raise ConfigError("submit", why="there is no sbatch on PATH", remedy="submit where Slurm is, or --dry-run")
@@ -67,7 +67,7 @@ def _validate(
     sweep: Sequence[Element],
     say: Say,
 ) -> list[Given]:
-    """Checks every config, prints the resolved training configs, and returns the corpora that are done already."""
+    """Checks every config, prints the resolved training configs, and returns the corpora that are already finished."""
     validate.check_partitions({each.name: settings_for(each.kind, site) for each in configs})
     done: list[Given] = []
     for number, given in enumerate(configs):
@@ -90,7 +90,7 @@ def _validate(
 
 
 def _submit(stages: Sequence[Stage], plan: CommonSettings, request: Request, *, site_file: Path, say: Say) -> None:
-    jobs: dict[str, list[str]] = {}  # of a chain the last one is what others wait for
+    jobs: dict[str, list[str]] = {}  # later stages wait for a chain's last job
     made = snapshot.make(plan.directory)
     try:
         _write(stages, plan)
@@ -120,7 +120,7 @@ def _write(stages: Sequence[Stage], plan: CommonSettings) -> None:
 def _submit_stage(
     stage: Stage, plan: CommonSettings, request: Request, jobs: dict[str, list[str]], *, say: Say
 ) -> list[str]:
-    """Submits a stage; returns its job numbers, last the job that later stages wait for."""
+    """Submits a stage; returns its job numbers, the last of which later stages wait for."""
     if stage.chain:
         chain = _chain(stage, plan, request)
         numbers = dict(submit_chain(chain))
@@ -140,7 +140,7 @@ def _submit_stage(
 
 def _dependency(stage: Stage, jobs: dict[str, list[str]]) -> list[str]:
     waited = [jobs[name][-1] for name in stage.after if name in jobs]
-    # a job whose dependency has failed is canceled, instead of waiting for ever
+    # cancels a job whose dependency has failed, which would wait for ever
     return [f"--dependency=afterok:{':'.join(waited)}", "--kill-on-invalid-dep=yes"] if waited else []
 
 

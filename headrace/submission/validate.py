@@ -1,6 +1,6 @@
 """Refuses a submission before any job is queued, by its configs, layouts and memory, and by Slurm's own checks.
 
-An input of a stage may be made by a stage before it. Checks that need the input are then left to the job, at its start.
+An earlier stage may make a stage's input. Checks that need the input are then left to the job, when it starts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ def check_training(
     """Runs `headrace check` on a training config and every element of its sweep, for the number of processes.
 
     Args:
-        memory: memory of a GPU, e.g. 80GB; a config whose ranks need more is refused. None: not checked.
-        alone: whether the inputs of the config exist, and are not made by another stage.
+        memory: memory of a GPU, e.g. 80GB; a config whose ranks need more is refused. None for no check.
+        alone: whether the config's inputs exist, rather than being made by another stage.
 
     Returns:
         the lines of the summary.
 
     Raises:
-        ConfigError, DataError: the config cannot run, the number of processes is wrong, or it does not fit.
+        ConfigError, DataError: the config cannot run, the number of processes is wrong, or the run does not fit in
+            memory.
     """
     from pipeline.config.load import read_config  # noqa: PLC0415
     from pipeline.plan import check  # noqa: PLC0415
@@ -42,7 +43,7 @@ def check_training(
     lines: list[str] = []
     for number, values in enumerate([each.overrides for each in sweep] or [[]]):
         words = [*overrides, *values]
-        # the elements differ in values: data and model are looked at once
+        # elements differ only in values: data and model are checked once
         rules_only = ["--rules-only"] if not alone or number > 0 else []
         entries = check.summary(read_config(given.file, words), parser.parse_args([*options, *rules_only]))
         lines = lines or [f"{entry.label:>14}  {entry.text}" for entry in entries]
@@ -57,10 +58,10 @@ def check_training(
 
 
 def check_corpus(given: Given, overrides: Sequence[str]) -> bool:
-    """Checks a corpus config and its inputs; returns whether its output is there already.
+    """Checks a corpus config and its inputs; returns whether its output already exists.
 
     Raises:
-        ConfigError, DataError: the job would refuse it.
+        ConfigError, DataError: the job would be refused.
     """
     from data_prep.config.corpus import load  # noqa: PLC0415
     from data_prep.job import prepare  # noqa: PLC0415
@@ -72,7 +73,7 @@ def check_model_stage(given: Given, *, alone: bool) -> None:
     """Checks a prune, quantize or compress config, as far as its model exists.
 
     Raises:
-        ConfigError, DataError: the job would refuse it.
+        ConfigError, DataError: the job would be refused.
     """
     if given.kind == "compress":
         _check_recipe(given, alone=alone)
@@ -111,7 +112,7 @@ def _check_recipe(given: Given, *, alone: bool) -> None:
 
 
 def check_partitions(stages: dict[str, StageSettings]) -> None:
-    """Checks that the partitions exist, where Slurm can be asked.
+    """Checks that the partitions exist, if Slurm can be asked.
 
     Args:
         stages: name of a stage -> its settings.
@@ -134,7 +135,7 @@ def check_partitions(stages: dict[str, StageSettings]) -> None:
 
 
 def check_not_queued(makes: dict[str, Path]) -> None:
-    """Checks that no submitted job has the same output: the second would fail on the lock of the first.
+    """Checks that no submitted job has the same output: the second would fail because the first holds the lock.
 
     Args:
         makes: name of a stage -> directory that it writes.
@@ -160,7 +161,7 @@ def check_not_queued(makes: dict[str, Path]) -> None:
 
 
 def check_with_slurm(script: Path, *, stage: str) -> None:
-    """Has Slurm look at a script (`sbatch --test-only`): account, QOS, limits, and whether any nodes can ever run it.
+    """Makes Slurm check a script (`sbatch --test-only`): account, QOS, limits, and whether any nodes can ever run it.
 
     Raises:
         ConfigError: Slurm would refuse the script.

@@ -24,7 +24,7 @@ class Checkpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Its manifest: config, parents, and in `details` step, samples and the fields that set the loss curve."""
+        """The checkpoint's manifest; its `details` hold step, samples and the fields that determine the loss curve."""
         return read_manifest(self.path, kind="checkpoint")
 
 
@@ -44,7 +44,7 @@ class StoredCheckpoint(Checkpoint):
         return patiently(partial(remote_manifest, self.url))
 
     def damage(self, manifest: Manifest) -> str | None:
-        """The first file that is missing or has another size than in the manifest, as a message; None if there is none.
+        """Describes the first file that is missing or differs in size from the manifest; None if all are intact.
 
         Raises:
             StorageError: the store cannot be listed.

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: files that do not have the checksums they were written with."""
+"""Finds damaged checkpoints: files whose checksums differ from those recorded when they were written."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipeline.checkpoint.format.metadata import METADATA, TORCH_METADATA
 from pipeline.checkpoint.memory.restart_files import RestartFiles
 
 _HASH_THREADS = 4
-"""Threads with which a rank hashes a checkpoint: a single one is slower than a disk."""
+"""Number of threads with which a rank hashes a checkpoint: a single thread is slower than a disk."""
 
 
 def find_damage(checkpoint: Checkpoint) -> str | None:
-    """Verifies a checkpoint's files by their checksums; returns what is damaged, or None."""
+    """Verifies a checkpoint's files by their checksums; returns a description of the damage, or None."""
     listed, damage = _listed(checkpoint)
     return damage or _damage(checkpoint, list(listed.items()), lambda _name, _bytes: None)
 
@@ -49,7 +49,7 @@ def find_damage_collective(
 
 
 def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], str | None]:
-    """The files in a checkpoint's manifest, and why the manifest cannot be read, or None."""
+    """Lists the files in a checkpoint's manifest; also returns why the manifest cannot be read, or None."""
     try:
         return checkpoint.manifest.files, None
     except HeadraceError as error:
@@ -59,7 +59,7 @@ def _listed(checkpoint: Checkpoint) -> tuple[Mapping[str, Mapping[str, Any]], st
 def _damage(
     checkpoint: Checkpoint, files: Sequence[tuple[str, Mapping[str, Any]]], progress: Callable[[str, int], None]
 ) -> str | None:
-    """Verifies files, given as (name, entry in the manifest); returns what is damaged, or None."""
+    """Verifies files, given as (name, entry in the manifest); returns a description of the damage, or None."""
 
     def sha256_of(path: Path) -> str:
         return sha256_of_file(path, partial(progress, path.name))

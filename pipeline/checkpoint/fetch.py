@@ -23,16 +23,16 @@ _RETRIES_S = (1.0, 5.0, 25.0)
 
 
 def fetch_collective(checkpoint: StoredCheckpoint, on_progress: Callable[[], None]) -> str | None:
-    """Copies a checkpoint to this host, whole or not at all; returns what is damaged, or None. Collective.
+    """Copies a checkpoint to this host, whole or not at all; returns a description of damage, or None. Collective.
 
     Every rank copies a share of the files, and compares their checksums.
 
     Args:
-        checkpoint: the checkpoint; the copy goes to its path and replaces what is there.
+        checkpoint: the checkpoint; the copy replaces any files at its path.
         on_progress: called while files arrive.
 
     Raises:
-        DataError: there is no room for it.
+        DataError: there is no room for the copy.
         StorageError: the store cannot be read.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -77,7 +77,7 @@ def _commit(final: Path, text: bytes) -> None:
 
 
 def _fetch(url: str, manifest: Manifest, names: Sequence[str], staging: Path) -> str | None:
-    """Copies files; returns what is damaged, or None.
+    """Copies files; returns a description of damage, or None.
 
     Raises:
         StorageError: the store cannot be read.

@@ -1,10 +1,9 @@
 """Reads and writes the sharded training state: fp32 weights and optimizer states by Hugging Face name, in any layout.
 
-Keys are `weight/NAME`, one per state tensor of the optimizer (AdamW `exp_avg/NAME` and `exp_avg_sq/NAME`, Lion
-`exp_avg/NAME`, SGD with momentum and hidden matrices of Muon `momentum_buffer/NAME`), `buffer/NAME` of a persistent
-buffer in its own dtype, and up to three more: the scalar `optimizer_step` of an optimizer that counts its
-steps, `loss_scale` of an fp16 run, and `expert_load` of a run with an
-auxiliary loss of its experts.
+Keys are `weight/NAME`; one key per state tensor of the optimizer (AdamW `exp_avg/NAME` and `exp_avg_sq/NAME`, Lion
+`exp_avg/NAME`, SGD with momentum and hidden matrices of Muon `momentum_buffer/NAME`); `buffer/NAME` for a persistent
+buffer, in its own dtype; and up to three more: the scalar `optimizer_step` if the optimizer counts its steps,
+`loss_scale` in an fp16 run, and `expert_load` in a run with an auxiliary loss of its experts.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ EXPERT_LOAD = "expert_load"
 """Key of the fraction of tokens routed to every expert in the last step: fp32 [layers with experts, experts]."""
 
 OUTER_STATES = ("outer_weight", "outer_momentum", "outer_error")
-"""Keys `outer_weight/NAME` and so on: the outer state of an island (low-communication training), like `weight/NAME`."""
+"""Prefixes of the keys of an island's outer state (low-communication training): `outer_weight/NAME` and so on."""
 
 
 def weight_key(name: str) -> str:
-    """Key of a parameter's fp32 value."""
+    """Returns the key of a parameter's fp32 value."""
     return f"weight/{name}"
 
 
 def moment_key(moment: str, name: str) -> str:
-    """Key of one of a parameter's optimizer states."""
+    """Returns the key of one of a parameter's optimizer states."""
     return f"{moment}/{name}"
 
 
 def parameter_keys(name: str, kind: OptimizerKind) -> list[str]:
-    """Keys of a parameter's value and of its optimizer states, the latter in the order of `kind.states`."""
+    """Returns the keys of a parameter's value and of its optimizer states, in the order of `kind.states`."""
     return [weight_key(name), *(moment_key(state, name) for state in kind.states)]
 
 
 def buffer_key(name: str) -> str:
-    """Key of a persistent buffer."""
+    """Returns the key of a persistent buffer."""
     return f"buffer/{name}"
 
 
 def buffer_state(model: nn.Module) -> dict[str, NamedShard | Tensor]:
     """The persistent buffers of this rank's part of a model, under their keys: views, which `read` fills in place.
 
-    Every rank that has a buffer has all of it; one of the replicas is written (`write.plan`).
+    Every rank that has a buffer has the whole buffer; one replica is written (`write.plan`).
     """
     return {buffer_key(name): buffer.detach() for name, buffer in persistent_buffers(model).items()}
 
@@ -98,7 +97,7 @@ def _write_metadata(plan: WritePlan, locations: list[Any], directory: Path) -> N
 def read(state: State, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
     """Fills the shards in place from a directory written in any layout (reshard on load). Collective.
 
-    Persistent buffers and an experts' load that the directory lacks stay as they are.
+    Persistent buffers and the experts' load stay unchanged if the directory lacks them.
 
     Args:
         state: the shards.
@@ -136,7 +135,7 @@ def _of_optimizer(key: str) -> bool:
 
 
 def _without_absent(state: State, metadata: CheckpointMetadata) -> State:
-    """A state without the buffers and the experts' load that a checkpoint lacks; `moe` may be switched on later."""
+    """Drops the buffers and the experts' load that a checkpoint lacks; `moe` may be switched on after it."""
     optional = {key for key in state if key == EXPERT_LOAD or key.startswith(buffer_key(""))}
     found = metadata.table.index
     return {key: value for key, value in state.items() if key in found or key not in optional}

@@ -32,15 +32,15 @@ _LOADING_ERRORS = (
     AttributeError,
     AssertionError,
 )
-"""Exceptions that `torch.load` raises for bytes that `torch.save` has not written."""
+"""Exceptions that `torch.load` raises for bytes that `torch.save` did not write."""
 
 _SMALL = 1 << 18
-"""Largest shard, in bytes, that is always read whole: by one request, where its rows would need several."""
+"""Largest shard, in bytes, that is always read whole: one request, where reading rows would need several."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A rectangle that a stored shard and a wanted one have in common.
+    """A rectangle shared by a stored shard and a wanted shard.
 
     Attributes:
         row: row of the stored shard in the metadata's table.
@@ -62,7 +62,7 @@ class ShardReader:
         directory: directory of the checkpoint.
         metadata: metadata of the checkpoint.
         files: sources of the checkpoint's files; the directory when None.
-        foreign: whether another program has written it; then shards are read whole, whatever their strides.
+        foreign: whether another program wrote the checkpoint; its shards are read whole, with any strides.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class ShardReader:
     def read(self, state: State) -> None:
         """Fills the shards of a state in place.
 
-        Every stored shard that is needed is read once, in the order of the files: whole, or if less than half of it is
-        needed, the rows along dim 0 from the first to the last that are.
+        Every stored shard that is needed is read once, in the order of the files. If less than half of it is needed,
+        only the rows along dim 0 from the first to the last needed one are read.
 
         Raises:
             CheckpointError: a tensor is missing, has another shape, or is not whole, or a file is damaged.
@@ -115,7 +115,7 @@ class ShardReader:
                 yield _Copy(rows.start + hit, low[hit] - begin[hit], sizes, target)
 
     def _stored(self, row: int, first: int, end: int) -> Tensor:
-        """The values of a stored shard, rows [first, end) along its first dim; a scalar has one."""
+        """Reads rows [first, end) along the first dim of a stored shard; a scalar has one row."""
         metadata, shape = self._metadata, self._metadata.table.rectangle(row).sizes
         if metadata.file[row] < 0:
             raise CheckpointError("the metadata does not say where a shard lies")
@@ -148,8 +148,8 @@ def _loaded_rows(
     """Reads rows of a tensor that `torch.save` has written; None if its layout differs from ours.
 
     Args:
-        view: the tensor's part of a file.
-        first, end: the rows.
+        view: part of a file that contains the tensor.
+        first, end: first row, and the row after the last.
         shape: shape of the whole tensor.
         dtype: dtype of the elements.
     """
@@ -160,7 +160,7 @@ def _loaded_rows(
         size = archive.get_record_size("data/0")
         native = archive.get_record("byteorder") == sys.byteorder.encode()
     except (RuntimeError, OSError):
-        return None  # reading it whole says what is wrong
+        return None  # reading the whole shard reports what is wrong
     if not native or size != shape[0] * row_bytes:
         return None
     view.seek(begin + first * row_bytes)

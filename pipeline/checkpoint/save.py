@@ -8,9 +8,9 @@
               a thread    of rank 0 writes metadata and manifest, flushes, renames, moves `latest`, deletes old ones
     advance   all ranks   once that is done: the result
 
-Threads never communicate with other ranks: two threads of a process in collectives at the same time would have to agree
-on their order. The caller of `advance` determines whether all ranks are done, in the collective that a training loop
-has at every step.
+Background threads never communicate with other ranks: two threads in collectives at the same time would have to agree
+on an order. The caller of `advance` determines whether all ranks are done, in the collective that a training loop runs
+at every step.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class SaveResult:
     Attributes:
         step: last step in the checkpoint.
         checkpoint: the committed checkpoint; None if it could not be written.
-        failure: why it could not be written; None if it was.
-        waited_s: seconds for which `begin` blocked the training loop, on the rank where it took longest.
+        failure: reason why the checkpoint could not be written; None if it was.
+        waited_s: seconds for which `begin` blocked the training loop, on the slowest rank.
         seconds: seconds from the beginning to the commit, on rank 0.
-        not_copied: rank -> why its file of this save, or of the one before, is not in its node's memory.
+        not_copied: rank -> reason why its file of this or the previous save is not in its node's memory.
     """
 
     step: int
@@ -68,7 +68,7 @@ class SaveResult:
 
 @dataclass
 class _PendingSave:
-    """A checkpoint that is being written; `gathered` once rank 0 has the locations of all shards."""
+    """A checkpoint that is being written; `gathered` is set once rank 0 has the locations of all shards."""
 
     info: CheckpointInfo
     plan: WritePlan
@@ -83,9 +83,9 @@ class CheckpointWriter:
     """Writes the checkpoints of a run. A process needs only one: its buffers are as large as the rank's shards.
 
     Args:
-        store: store that names, commits and deletes them.
-        background: whether to write in the background; else `begin` returns when the files are written.
-        on_progress: called about once per second of waiting in which something was written.
+        store: store that names, commits and deletes the checkpoints.
+        background: whether to write in the background; otherwise `begin` returns when the files are written.
+        on_progress: function called about once per second of waiting in which something was written.
         copies: copier of this rank's files into its node's memory; None for no copies.
     """
 
@@ -116,7 +116,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work; while any rank's is, `advance` must not be called."""
+        """Whether this rank's thread is at work; `advance` must not be called while any rank is busy."""
         return self._pending is not None and not self._pending.job.done()
 
     def begin(self, info: CheckpointInfo, state: Callable[[], State]) -> None:
@@ -220,16 +220,16 @@ class CheckpointWriter:
         return lambda item: self._buffers[item.index]
 
     def _free_buffers(self) -> None:
-        """Frees the buffers: another state needs other sizes."""
+        """Frees the buffers, since a new state needs other sizes."""
         for index in list(self._buffers):
             buffer = self._buffers.pop(index)
             if index in self._page_locked:
-                # memory that is reused while still page-locked gets copies from a GPU at its old (physical) place
+                # if memory is reused while page-locked, copies from a GPU go to its old (physical) place
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
         self._page_locked.clear()
 
     def _gather(self, pending: _PendingSave) -> None:
-        """Gathers locations and checksums of all ranks on rank 0, whose thread then commits. Collective."""
+        """Gathers locations and checksums of all ranks on rank 0; its thread then commits. Collective."""
         error = pending.job.exception()
         shards_or_error = self._message(pending.job.result()) if error is None else _first_line(error)
         own: tuple[WrittenShards | str, float] = shards_or_error, pending.waited_s
@@ -249,7 +249,7 @@ class CheckpointWriter:
             pending.job = self._threads.submit(self._commit, pending, written)
 
     def _message(self, written: WrittenShards) -> WrittenShards:
-        """This rank's message to rank 0, with locations only if they differ from the save before."""
+        """Makes this rank's message to rank 0, with locations only if they differ from the previous save."""
         assert written.locations is not None
         before, self._reported = self._reported, written.locations.digest
         return dataclasses.replace(written, locations=None) if before == self._reported else written
@@ -271,9 +271,9 @@ class CheckpointWriter:
 
 
 def _page_lock(buffer: Tensor, device: torch.device) -> bool:
-    """Page-locks host memory for faster copies from a GPU; False when that fails, and copies are only slower.
+    """Page-locks host memory for faster copies from a GPU; False if that fails, which makes copies slower.
 
-    In place: torch's own allocator of page-locked memory rounds sizes up to the next power of two.
+    Locks existing memory: torch's own allocator of page-locked memory rounds sizes up to the next power of two.
     """
     if not buffer.numel():
         return False
@@ -285,7 +285,7 @@ def _page_lock(buffer: Tensor, device: torch.device) -> bool:
 
 
 def _bytes_written(staging: Path, rank: int) -> int:
-    """Bytes that a rank has written so far; files may vanish meanwhile, renamed or deleted by rank 0."""
+    """Counts the bytes that a rank has written so far; rank 0 may rename or delete files meanwhile."""
     total = 0
     with suppress(OSError):
         for path in staging.glob(f"__{rank}_*"):
@@ -297,7 +297,7 @@ def save_and_wait(store: CheckpointStore, info: CheckpointInfo, state: Callable[
     """Writes a checkpoint and waits for it. Collective.
 
     Raises:
-        CheckpointError: on all ranks when any could not write, e.g. on a full disk. Nothing has been committed then.
+        CheckpointError: some rank could not write, e.g. on a full disk; raised on all ranks. Nothing is committed.
     """
     writer = CheckpointWriter(store, background=False)
     writer.begin(info, state)
@@ -307,10 +307,10 @@ def save_and_wait(store: CheckpointStore, info: CheckpointInfo, state: Callable[
 
 
 def checkpoint_or_error(result: SaveResult) -> Checkpoint:
-    """The checkpoint of a save that must not fail.
+    """Returns the checkpoint of a save.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the checkpoint could not be written.
     """
     if result.checkpoint is None:
         raise CheckpointError(
@@ -321,7 +321,7 @@ def checkpoint_or_error(result: SaveResult) -> Checkpoint:
 
 
 def _outcome(job: Future[Any]) -> tuple[str | None, Checkpoint | None]:
-    """Failure of a job, and the checkpoint if it has committed one."""
+    """Returns a job's failure or None, and the checkpoint if it has committed one."""
     error = job.exception()
     if error is not None:
         return _first_line(error), None

@@ -1,8 +1,8 @@
 """The checkpoints of a run, `runs/NAME/checkpoints/step-00000100/`: atomic commit, retention, choice for a resume.
 
-Every rank writes its shards into a staging directory; when all are done rank 0 writes the manifest with the checksums
+Every rank writes its shards into a staging directory. When all are done, rank 0 writes the manifest with the checksums
 of all ranks and renames the directory. A checkpoint is renamed before it is deleted. So a directory with a step's name
-is always complete. `latest` is a link to the newest, for people and other tools; a resume does not use it.
+is always complete. `latest` is a link to the newest checkpoint, for people and other tools; a resume does not use it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CheckpointStore:
     Args:
         run_dir: the run's directory.
         keep: number of newest complete checkpoints to keep.
-        keep_every: complete checkpoints of steps divisible by this are kept for ever; None for none.
-        url: URL of the run in an object store that may have more checkpoints; None without one. The uploader decides
-            which are kept there.
+        keep_every: number that divides the steps whose complete checkpoints are never deleted; None for none.
+        url: URL of the run in an object store that may have more checkpoints, or None. The uploader deletes old
+            checkpoints there.
     """
 
     def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None, url: str | None = None) -> None:
@@ -39,7 +39,7 @@ class CheckpointStore:
         self._damaged: set[Path] = set()
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Finished checkpoints, newest first."""
+        """Returns the finished checkpoints, newest first."""
         return [Checkpoint(path, step) for step, path in finished_checkpoints(self._root.parent)]
 
     def candidates(self) -> list[Checkpoint]:
@@ -54,19 +54,19 @@ class CheckpointStore:
         return sorted([*here, *found], key=lambda each: each.step, reverse=True)  # stable
 
     def path_of(self, step: int) -> Path:
-        """Final directory of the checkpoint of a step."""
+        """Returns the final directory of the checkpoint of a step."""
         return self._root / f"{PREFIX}{step:08d}"
 
     def create_staging(self, step: int) -> Path:
-        """Makes an empty staging directory for a step's checkpoint. On one rank."""
+        """Makes an empty staging directory for a step's checkpoint. Runs on one rank."""
         return fresh_staging(self.path_of(step))
 
     def discard_staging(self, step: int) -> None:
-        """Deletes the staging directory of a step, which frees space on a full disk. On one rank."""
+        """Deletes the staging directory of a step, which frees space on a full disk. Runs on one rank."""
         shutil.rmtree(staging_path(self.path_of(step)), ignore_errors=True)
 
     def commit(self, info: CheckpointInfo, sha256: Mapping[str, str]) -> Checkpoint:
-        """Renames a written checkpoint to its final name, moves `latest`, and deletes older ones. On one rank.
+        """Renames a written checkpoint to its final name, moves `latest`, and deletes old ones. Runs on one rank.
 
         Args:
             info: contents of the manifest.
@@ -85,7 +85,7 @@ class CheckpointStore:
         )
         self._damaged.discard(final)  # written anew
         self._link_latest(final)
-        with suppress(OSError):  # it is committed; a failed deletion is retried after the next one
+        with suppress(OSError):  # the checkpoint is committed; a failed deletion is retried after the next commit
             self._prune(info.step)
         return Checkpoint(final, info.step)
 
@@ -96,17 +96,17 @@ class CheckpointStore:
         on_progress: Callable[[], None] = lambda: None,
         files: RestartFiles | None = None,
     ) -> Checkpoint | None:
-        """The newest checkpoint whose checksums match, or None when the run has none at all. Collective.
+        """Finds the newest checkpoint whose checksums match; None if the run has no checkpoints. Collective.
 
         Each rank verifies a share of the files. Damaged checkpoints are skipped with a warning.
 
         Args:
             log: called with each warning.
             on_progress: called while files are read, which may take minutes.
-            files: finder of copies in memory, which are verified in place of the files; it also counts the bytes read.
+            files: finder of copies in memory, which are verified instead of the files; also counts the bytes read.
 
         Raises:
-            CheckpointError: the run has checkpoints, and none is intact.
+            CheckpointError: the run has checkpoints, but no intact one.
         """
         on_rank_zero(self._clean_up)
         candidates, files = on_rank_zero(self.candidates), files or RestartFiles()
@@ -142,8 +142,8 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Deletes checkpoints up to a step that are older than the newest `keep` complete ones.
 
-        A damaged one is not counted, so that no good one is deleted in its favour, and is deleted once it is that old.
-        Later ones are damaged: the run was resumed from before them.
+        Damaged checkpoints do not count towards `keep`, so that none replaces an intact one; they are deleted once they
+        are that old. Checkpoints after `newest` are damaged: the run was resumed from before them.
         """
         complete = 0
         for old in [each for each in self.checkpoints() if each.step <= newest]:
@@ -160,7 +160,7 @@ class CheckpointStore:
     def _looks_complete(self, checkpoint: Checkpoint) -> bool:
         """Whether manifest and file sizes are intact, and no damage was found when this process started.
 
-        Reads no contents: a save must not read back terabytes. Flipped bits are found where a run resumes.
+        Reads no contents, since a save must not read back terabytes. Flipped bits are found when a run resumes.
         """
         if checkpoint.path in self._damaged:
             return False
@@ -171,7 +171,7 @@ class CheckpointStore:
         return True
 
     def _clean_up(self) -> None:
-        """Deletes directories that a killed run left half-written or half-deleted; they have other names."""
+        """Deletes directories that a killed run left half-written or half-deleted; their names show it."""
         for replaced in self._root.glob(f".{PREFIX}*.replaced"):
             name = replaced.name.removeprefix(".").removesuffix(".replaced")
             if not (self._root / name).exists():

@@ -1,11 +1,11 @@
 """Batch sizes: global batch = micro-batch x gradient accumulation x data-parallel ranks.
 
-DeepSpeed's three keys keep their meaning: any one of them may be absent, and follows from the other two and dp.
+DeepSpeed's three keys keep their meaning: any one may be absent and is then derived from the other two and dp.
 
 An elastic run (`parallel.elastic`, or a resume on another number of processes) keeps its global batch size whatever dp
-is. Every data rank runs equally many micro-batches of equal size, since sharded and pipelined engines run in lockstep;
-rows beyond the global batch are padding: they have no targets, and losses are sums over targets.
-With uneven shares (`parallel.shares`) ranks run different rows and nothing is padded: `config.rules.shares`.
+is. Every data rank runs the same number of micro-batches of equal size, since sharded and pipelined engines run in
+lockstep. Rows beyond the global batch are padding: they have no targets, and losses are sums over targets. With uneven
+shares (`parallel.shares`) ranks run different rows and nothing is padded: `config.rules.shares`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PASS_OVERHEAD = 0.25
 """Fixed cost of a forward and backward pass, in rows. An estimate: it decides between splits of nearly equal cost."""
 
 _CANDIDATES = 1 << 16
-"""Micro-batch sizes that are compared, from the largest down: a batch of any size is split in milliseconds."""
+"""Number of micro-batch sizes that are compared, from the largest down: any batch is split in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,16 @@ class BatchSizes:
 
     Attributes:
         samples: global batch size, in samples per optimizer step over all ranks.
-        micro: micro-batch size, in rows per forward pass of one rank; with shares the largest.
-        accumulation: gradient accumulation steps: micro-batches per rank and optimizer step; with shares of the rank
-            that has most.
+        micro: micro-batch size, in rows per forward pass of one rank; with shares the largest of all micro-batches.
+        accumulation: gradient accumulation steps: micro-batches per rank and optimizer step; with shares the largest
+            number of any rank.
         dp: data-parallel ranks.
         sequence_length: tokens per sample.
         adjusted_fields: config fields with the values that were replaced for this number of ranks.
-        shares: the samples of every data-parallel rank where they are not equally many rows; see `parallel.shares`.
-        part: (first, end) ranges of samples of the step that are run here, in the micro-batches above; the other
-            replicas of the model run the rest. All samples when None.
+        shares: samples of every data-parallel rank where ranks have different numbers of rows (`parallel.shares`); None
+            otherwise.
+        part: (first, end) ranges of the step's samples that are run here, in micro-batches as above; other replicas of
+            the model run the rest. None for all samples.
     """
 
     samples: int
@@ -64,11 +65,11 @@ class BatchSizes:
 
     @property
     def padding_rows(self) -> int:
-        """Rows of a step that are no samples."""
+        """Rows of a step that are padding."""
         return self.rows - self.samples
 
     def with_shares(self, shares: Shares) -> BatchSizes:
-        """Returns the same global batch in other shares."""
+        """Returns this global batch divided into other shares."""
         return replace(self, shares=shares, accumulation=shares.most_micro_batches)
 
     def __str__(self) -> str:
@@ -95,13 +96,13 @@ def resolve_batch(
     Args:
         config: the config; at least one of the three batch keys is set.
         dp: data-parallel ranks.
-        elastic: pad a batch that does not divide, and derive the accumulation from dp.
-        min_micro_batches: smallest accumulation that the pipeline schedule runs with.
-        multiple_of: number of which the accumulation has to be a multiple.
+        elastic: whether to pad a batch that does not divide, and derive the accumulation from dp.
+        min_micro_batches: smallest accumulation that the pipeline schedule supports.
+        multiple_of: number that must divide the accumulation.
         model_ranks: processes of one data rank, pp x cp x tp, for remedies.
 
     Raises:
-        ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
+        ConfigError: the numbers do not divide or contradict each other; the error names the nearest valid ones.
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation, length = config.gradient_accumulation_steps, config.data.sequence_length
@@ -109,7 +110,7 @@ def resolve_batch(
         _require_fixed_sizes(config)
     if not elastic or total is None:
         return BatchSizes(*split_batch(total, micro, accumulation, dp=dp, model_ranks=model_ranks), dp, length)
-    largest = micro or -(-total // (dp * (accumulation or 1)))  # in as many micro-batches as where the batch divides
+    largest = micro or -(-total // (dp * (accumulation or 1)))  # micro-batches as for a batch that divides
     split = split_padded_batch(total, largest, dp=dp, min_micro_batches=min_micro_batches, multiple_of=multiple_of)
     given = {
         "train_micro_batch_size_per_gpu": (micro, split[0]),
@@ -134,14 +135,14 @@ def split_padded_batch(
 ) -> tuple[int, int]:
     """Finds the cheapest split of a global batch over any number of ranks, padded where it does not divide.
 
-    A smaller micro-batch needs fewer padding rows, but more passes. None is larger than the config's, which is known to
-    fit into memory.
+    A smaller micro-batch needs fewer padding rows, but more passes. No micro-batch is larger than the config's, which
+    is known to fit into memory.
 
     Args:
         total: samples per optimizer step.
         largest: upper bound of the micro-batch size.
         dp: data-parallel ranks.
-        min_micro_batches, multiple_of: smallest accumulation, and number of which it has to be a multiple.
+        min_micro_batches, multiple_of: smallest accumulation, and number that must divide the accumulation.
 
     Returns:
         Micro-batch size and gradient accumulation steps.
@@ -151,7 +152,7 @@ def split_padded_batch(
         needed = max(min_micro_batches, -(-total // (micro * dp)))
         return -(-needed // multiple_of) * multiple_of
 
-    largest = min(largest, -(-total // dp))  # beyond it there is only more padding
+    largest = min(largest, -(-total // dp))  # a larger one only adds padding
     smallest = max(1, largest - _CANDIDATES)
     micro = min(
         range(smallest, largest + 1), key=lambda micro: (accumulation(micro) * (micro + _PASS_OVERHEAD), -micro)
@@ -172,8 +173,8 @@ def part_of_batch(
     Args:
         batch: batch sizes of the whole step.
         ranges: (first, end) indices of the part's samples in the step; one sample or more.
-        shapes_change: micro-batches may be smaller; otherwise there is more padding.
-        min_micro_batches, multiple_of: smallest accumulation, and number of which it has to be a multiple.
+        shapes_change: whether micro-batches may be smaller; otherwise there is more padding.
+        min_micro_batches, multiple_of: smallest accumulation, and number that must divide the accumulation.
     """
     count = sum(end - first for first, end in ranges)
     limits = {"dp": batch.dp, "min_micro_batches": min_micro_batches, "multiple_of": multiple_of}
@@ -188,15 +189,15 @@ def part_of_batch(
 def split_batch(
     total: int | None, micro: int | None, accumulation: int | None, *, dp: int, model_ranks: int = 1
 ) -> tuple[int, int, int]:
-    """Derives the missing ones of global batch size, micro-batch size and gradient accumulation steps.
+    """Derives whichever of global batch size, micro-batch size and gradient accumulation steps is missing.
 
     Args:
-        total, micro, accumulation: the config's values of the three; None where it has none.
+        total, micro, accumulation: the config's values of these three; None where absent.
         dp: data-parallel ranks.
         model_ranks: processes of one data rank, for remedies.
 
     Raises:
-        ConfigError: the numbers do not divide or contradict each other; names the nearest that work.
+        ConfigError: the numbers do not divide or contradict each other; the error names the nearest valid ones.
     """
     if total is None:
         if micro is None:

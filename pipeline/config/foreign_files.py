@@ -1,4 +1,4 @@
-"""Configs and keys of other tools: recognised by their keys, named, and said in the terms of a run's config."""
+"""Configs and keys of other tools: recognised by their keys, named, and translated to a run's config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config.sections.run import Config
 
 _FEW = 10
 BASE = "ds_configs/zero3.json"
-"""The shipped config that a remedy starts from."""
+"""The shipped config on which a remedy builds."""
 
 
 def _names(ours: str, *theirs: str) -> dict[str, str]:
@@ -42,17 +42,17 @@ NAMES: dict[str, str] = {
     **_names("run.keep_checkpoints", "save_total_limit"),
     **_names("evaluation.every", "eval_steps", "eval_interval"),
 }
-"""Another tool's name for a key, with `_` for `-` -> the key here. Values have the same meaning."""
+"""Another tool's name for a key (`_` for `-`) -> the key here. Values have the same meaning."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool, by the config that it reads.
+    """Another tool, described by the config that it reads.
 
     Attributes:
         name: the tool.
-        marks: groups of keys at the top of the file, of which it has all of one group.
-        instead: remedy to give instead of keys that can be carried over; empty where keys are carried over.
+        marks: groups of top-level keys; the tool's config has all keys of at least one group.
+        instead: remedy for a config whose keys cannot be carried over; empty where they can.
     """
 
     name: str
@@ -86,17 +86,17 @@ TOOLS = (
 
 
 def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
-    """Refuses a config of another tool, and says which values can be carried over.
+    """Refuses a config of another tool, and tells which values can be carried over.
 
     Args:
         raw: the parsed file.
-        path: the file, for the message.
+        path: path of the file, for the message.
 
     Raises:
-        ConfigError: names the tool, and a command with its values.
+        ConfigError: the config is another tool's; the error names the tool and a command with its values.
     """
     keys = frozenset(_plain(key) for key in raw)
-    if {"data", "run"} <= keys:  # a file of ours with a few keys of another tool: each of them is said
+    if {"data", "run"} <= keys:  # a file of ours with a few keys of another tool: each is reported
         keys -= Config.model_fields.keys()
         if len(keys) <= _FEW:
             return
@@ -118,7 +118,7 @@ def known_elsewhere(key: str, value: object) -> ConfigError | None:
 
 
 def _conversion_remedy(raw: Mapping[str, Any]) -> str:
-    """Returns a remedy with a file's values under our keys, as a command line; a DeepSpeed file that it names first."""
+    """Returns a remedy: a command line with the values under our keys, after any DeepSpeed file named in the config."""
     found: dict[str, object] = {}
     deepspeed = ""
     for key, value in _leaves(raw):

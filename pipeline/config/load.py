@@ -1,6 +1,6 @@
-"""Loads a run's config: a JSON file and `--set` overrides, validated as a `Config`; and changes single keys of one.
+"""Loads a run's config: a JSON file and `--set` overrides, validated as a `Config`; changes single keys of configs.
 
-Takes milliseconds, no torch.
+Loading takes milliseconds and no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoadedConfig:
         config: the validated config.
         ignored: "key = value" of DeepSpeed's keys that change nothing here.
         auto: "key = value" of keys that were "auto".
-        differs: absent keys that mean something else here than to DeepSpeed, and change the loss curve.
+        differs: absent keys that mean something else here than to DeepSpeed and change the loss curve.
     """
 
     config: Config
@@ -41,7 +41,7 @@ class LoadedConfig:
 
     @property
     def notes(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Notes for the user by kind: values for "auto", keys that were ignored. Kinds without any are left out."""
+        """Notes for the user by kind: values for "auto", keys that were ignored. Kinds without notes are left out."""
         return [(label, texts) for label, texts in (("auto", self.auto), ("ignored", self.ignored)) if texts]
 
 
@@ -54,11 +54,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     """Reads, merges and validates a run's config.
 
     Args:
-        path: a JSON file, DeepSpeed's keys and Headrace's sections side by side.
+        path: a JSON file with DeepSpeed's keys and Headrace's sections side by side.
         overrides: `--set` texts, applied last.
 
     Raises:
-        ConfigError: the file cannot be read, or it holds keys or values that cannot run, or keys under their old names;
+        ConfigError: the file cannot be read, or has keys or values that cannot run, or keys under old names;
             `CombinedConfigError` names all of them.
     """
     raw = configfile.load(path, overrides)
@@ -78,7 +78,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
     Args:
         config: the config; it is not changed.
-        changes: dotted keys with their values, which are of the right types: they are not validated.
+        changes: dotted keys with their values; types are not validated.
     """
     tree = _Tree()
     for key, value in changes.items():
@@ -92,16 +92,16 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def as_sets(changes: Mapping[str, Any]) -> str:
-    """Writes changes as words of a command line: `--set parallel.tp=2 --set compile.enabled=true`."""
+    """Formats changes as arguments of a command line: `--set parallel.tp=2 --set compile.enabled=true`."""
     return " ".join(f"--set {each}" for each in as_overrides(changes))
 
 
 class _Tree(dict[str, Any]):
-    """Changes of a section, in which the changes of a section below are a tree again."""
+    """Changes of a section; the changes of each section inside it are a nested tree."""
 
 
 def _copy(section: Any, tree: _Tree) -> Any:
-    """Copies each section that changes once: a copy costs more than a change."""
+    """Copies each changed section only once, since a copy costs more than a change."""
     update = {
         key: _copy(getattr(section, key), value) if isinstance(value, _Tree) else value for key, value in tree.items()
     }
@@ -109,5 +109,5 @@ def _copy(section: Any, tree: _Tree) -> Any:
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Writes changes as texts `key=value`, which `--set` takes."""
+    """Formats changes as texts `key=value` for `--set`."""
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]

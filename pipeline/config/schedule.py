@@ -1,9 +1,9 @@
 """Learning-rate schedules: the rate as a pure function of the step, set by the training loop on both engines.
 
-DeepSpeed's three schedulers are reproduced step for step, including their start: DeepSpeed sets the minimum before
-the first update and calls the scheduler after each, so that update n (from 1) runs at the schedule's iteration n - 2.
-Source: deepspeed 0.19.8 `runtime/lr_schedules.py`. One difference: an absent `warmup_max_lr` is the
-optimizer's lr, where DeepSpeed's WarmupDecayLR would silently take 0.001.
+DeepSpeed's three schedulers are reproduced step for step, including their start: DeepSpeed sets the minimum before the
+first update and calls the scheduler after each update, so update n (from 1) uses the schedule's iteration n - 2.
+Source: deepspeed 0.19.8 `runtime/lr_schedules.py`. There is one difference: an absent `warmup_max_lr` means the
+optimizer's lr, whereas DeepSpeed's WarmupDecayLR silently takes 0.001.
 
 WSD (warmup, stable, decay): linear from 0 to the peak over `warmup_num_steps`, constant, then linear to
 `min_ratio` x peak over the last `decay_num_steps`. Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4.
@@ -27,7 +27,7 @@ _USES = {
 }
 
 _NOTHING = 1e-3
-"""Share of the peak up to which a rate after the schedule's end is an oversight; DeepSpeed's cosine ends at 1e-4."""
+"""Share of the peak below which steps after the schedule's end learn nothing; DeepSpeed's cosine ends at 1e-4."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Schedule:
         peak: highest learning rate.
         floor: learning rate at the start of the warmup.
         warmup: steps of warmup.
-        log_warmup: the warmup follows log(n) / log(warmup), else n / warmup.
+        log_warmup: whether the warmup follows log(n) / log(warmup) instead of n / warmup.
         total: steps of the whole schedule.
         decay: steps of the final decay (WSD).
         end_ratio: final learning rate as a fraction of the peak (cosine, WSD).
@@ -55,27 +55,27 @@ class Schedule:
     end_ratio: float = 0.0
 
     def lr(self, step: int) -> float:
-        """Learning rate of update `step`, counted from 1."""
+        """Returns the learning rate of update `step`, counted from 1."""
         assert step >= 1
         return _FORMULAS[self.kind](self, step)
 
     def describe(self) -> dict[str, Any]:
-        """The numbers as plain JSON; `total` is None where the formula does not use it."""
+        """Returns the numbers as plain JSON; `total` is None where the formula does not use it."""
         fields = asdict(self)
         return fields if self.kind in ("WarmupDecayLR", "WarmupCosineLR", "WSD") else {**fields, "total": None}
 
 
 def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
-    """The learning-rate schedule of a `scheduler` section; constant without one.
+    """Makes the learning-rate schedule of a `scheduler` section; constant without a section.
 
     Args:
         section: the config's `scheduler`.
         lr: the optimizer's learning rate.
-        steps: length of the run; None where it is unknown, so that the section has to give it.
+        steps: length of the run in steps; None where it is unknown and the section has to give it.
 
     Raises:
-        ConfigError: a parameter that the chosen type does not use, a warmup and decay longer than the run, a length
-            that is not given, or what `_checked` refuses.
+        ConfigError: the chosen type does not use a parameter, warmup and decay are longer than the run, the length is
+            missing, or `_checked` refuses the schedule.
     """
     if section is None:
         return Schedule("constant", lr)
@@ -108,7 +108,7 @@ def _checked(made: Schedule, *, steps: int | None) -> Schedule:
     """Refuses a schedule with a minimum above its peak, or with steps after its end that learn nothing.
 
     Raises:
-        ConfigError: it has either.
+        ConfigError: the schedule has either fault.
     """
     if made.floor > made.peak:
         cosine = made.kind == "WarmupCosineLR"
@@ -143,7 +143,7 @@ def _wsd(params: SchedulerParams, *, lr: float, total: int) -> Schedule:
 
 
 def _warmup_gamma(s: Schedule, iteration: int) -> float:
-    """DeepSpeed's warmup factor from 0 to 1; 0 before the first iteration."""
+    """Computes DeepSpeed's warmup factor from 0 to 1; 0 before the first iteration."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(s.warmup) if s.log_warmup else iteration / s.warmup

@@ -1,14 +1,17 @@
 """Uneven shares of a data-parallel batch: how many samples of a step each data-parallel rank takes. Pure integers.
 
-A step's samples are the same whatever the shares; a rank takes a contiguous range of them, and the loss is a sum over
-the targets of all ranks divided by their number. So shares change who computes a sample, not the loss curve.
+A step has the same samples whatever the shares. A rank takes a contiguous range of them, and the loss is a sum over all
+ranks' targets divided by the number of targets. So shares change which rank computes a sample, not the loss curve.
 
 No micro-batch is larger than the configured one, which is known to fit into memory: a rank with a larger share runs
 more micro-batches. Three rules follow from the layout:
 
-- independent: no data-parallel collective in a micro-batch (ZeRO stages 0 and 1). Every rank runs as many as it needs.
-- lockstep: every micro-batch is a collective (ZeRO stages 2 and 3). All ranks run equally many, of different size.
-- whole micro-batches: the shapes of a pipeline, and of compiled layers, stay the same. A rank takes more or fewer.
+- independent: no data-parallel collective in a micro-batch (ZeRO stages 0 and 1). Every rank runs as many micro-batches
+  as it needs.
+- lockstep: every micro-batch is a collective (ZeRO stages 2 and 3). All ranks run the same number of micro-batches, of
+  different sizes.
+- whole micro-batches: the shapes of a pipeline, and of compiled layers, stay the same. A rank takes more or fewer
+  micro-batches.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ class Shares:
 
     @property
     def most_micro_batches(self) -> int:
-        """Micro-batches of the rank with the most."""
+        """Largest number of micro-batches of a rank."""
         return max(map(len, self.sizes))
 
     def samples(self, dp_rank: int) -> range:
-        """A rank's samples, as indices in the step."""
+        """Returns a rank's samples, as indices in the step."""
         ends = list(accumulate(self.counts))
         return range(ends[dp_rank] - self.counts[dp_rank], ends[dp_rank])
 
@@ -59,16 +62,16 @@ class Shares:
 
 @dataclass(frozen=True)
 class ShareRule:
-    """Rule by which the samples of a step may be divided in a layout; see the module.
+    """Rule by which the samples of a step may be divided in a layout (see the module's docstring).
 
     Attributes:
         samples: global batch size, in samples.
         dp: data-parallel ranks.
         micro: largest micro-batch, in samples.
-        lockstep: all ranks run equally many micro-batches.
-        unit: micro-batches that are assigned together, of exactly `micro` samples each; 0 where any number of samples
+        lockstep: whether all ranks run the same number of micro-batches.
+        unit: number of micro-batches assigned together, of exactly `micro` samples each; 0 where any number of samples
             may be assigned.
-        least: fewest units of a rank; samples where the unit is 0.
+        least: smallest number of units of a rank, or of samples where the unit is 0.
     """
 
     samples: int
@@ -86,8 +89,8 @@ class ShareRule:
     def divide(self, weights: Sequence[float]) -> Shares:
         """Divides a step's samples in proportion to weights, by largest remainder.
 
-        In lockstep no rank can have more than `micro` times the samples of another: where the weights would have it,
-        the division is the one with which a step takes least time.
+        In lockstep no rank can have more than `micro` times the samples of another rank. Where the weights ask for
+        more, the division with the shortest step is chosen.
 
         Args:
             weights: positive, one per data-parallel rank.
@@ -107,13 +110,13 @@ class ShareRule:
         return min(self._in_lockstep(weights), key=lambda shares: self.seconds(shares, seconds))
 
     def _in_lockstep(self, weights: Sequence[float]) -> Iterator[Shares]:
-        """Yields the best division for every number of micro-batches with which all ranks have samples in each."""
+        """Yields the best division for every number of micro-batches that leaves no micro-batch of a rank empty."""
         for count in range(-(-self.samples // (self.dp * self.micro)), self.samples // self.dp + 1):
             counts = largest_remainder(weights, self.samples, least=count, most=count * self.micro)
             yield Shares(tuple(even_parts(each, count) for each in counts))
 
     def seconds(self, shares: Shares, seconds_per_sample: Sequence[float]) -> float:
-        """Estimates the seconds of a step's passes, in which all ranks wait for the slowest; without communication.
+        """Estimates the seconds of a step's passes without communication; all ranks wait for the slowest.
 
         Args:
             shares: a division by this rule.
@@ -127,10 +130,10 @@ class ShareRule:
 
 
 def largest_remainder(weights: Sequence[float], total: int, *, least: int, most: int | None = None) -> tuple[int, ...]:
-    """Integers in proportion to weights that sum to `total` (Hamilton's method), each within bounds.
+    """Divides `total` into integers in proportion to weights (Hamilton's method), each within bounds.
 
-    Every unit goes to the rank that is furthest below its quota; the lowest rank of several. Without binding bounds
-    each integer is its quota rounded down or up, up where the remainder is largest.
+    Each unit goes to the rank furthest below its quota (the lowest of several ranks). If no bound binds, each integer
+    is its quota rounded down, or up where the remainder is largest.
 
     Args:
         weights: positive.
@@ -154,13 +157,13 @@ def largest_remainder(weights: Sequence[float], total: int, *, least: int, most:
 
 
 def even_parts(total: int, count: int) -> tuple[int, ...]:
-    """`count` integers that sum to `total` and differ by one at most, the larger ones first."""
+    """Divides `total` into `count` integers that differ by one at most, the larger ones first."""
     part, rest = divmod(total, count)
     return (part + 1,) * rest + (part,) * (count - rest)
 
 
 def shown(counts: Sequence[int]) -> str:
-    """Samples by rank for people: equal neighbours together, "3 x 2, 2"."""
+    """Formats samples by rank for people, with equal neighbours together: "3 x 2, 2"."""
     runs: list[tuple[int, int]] = []
     for count in counts:
         if runs and runs[-1][0] == count:

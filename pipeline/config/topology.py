@@ -3,8 +3,8 @@
 Ranks are laid out with tp varying fastest, then cp, dp, pp: the ranks of one tensor-parallel group are neighbors and
 share a node's fast links, and pipeline stages, which communicate least, lie furthest apart.
 
-Expert parallelism is laid over the ranks of a pipeline stage (dp x cp x tp, all of which see different tokens): there
-the experts' mesh is (edp, ep), with ep fastest.
+Expert parallelism uses the ranks of a pipeline stage (dp x cp x tp, which all see different tokens). On these ranks the
+experts' mesh is (edp, ep), with ep varying fastest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "cp", "tp")
-"""Mesh axes from slowest to fastest varying."""
+"""Mesh axes, from the slowest to the fastest varying."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Topology:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(pp, dp, cp, tp)."""
+        """Sizes of the axes: (pp, dp, cp, tp)."""
         return (self.pp, self.dp, self.cp, self.tp)
 
     @property
@@ -41,16 +41,16 @@ class Topology:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.dp * self.cp * self.tp
 
     @property
     def edp(self) -> int:
-        """Ranks of a pipeline stage that hold the same experts."""
+        """Number of ranks of a pipeline stage that hold the same experts."""
         return self.stage_ranks // self.ep
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of a global rank on every axis, e.g. {"pp": 0, "dp": 1, "cp": 0, "tp": 0}."""
+        """Returns a global rank's coordinate on every axis, e.g. {"pp": 0, "dp": 1, "cp": 0, "tp": 0}."""
         assert 0 <= rank < self.world_size, (rank, self)
         coordinates: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
@@ -58,11 +58,11 @@ class Topology:
         return coordinates
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The global rank at the given coordinates; the inverse of `coordinates`."""
+        """Returns the global rank at the given coordinates; the inverse of `coordinates`."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def group(self, rank: int, axis: str) -> list[int]:
-        """The global ranks that differ from `rank` only along `axis`, in order; `rank` is one of them."""
+        """Returns the global ranks that differ from `rank` only along `axis`, in order, including `rank`."""
         own = self.coordinates(rank)
         return [self.rank(**{**own, axis: i}) for i in range(self.sizes[AXES.index(axis)])]
 
@@ -72,14 +72,14 @@ class Topology:
 
 
 def largest_divisor(count: int, *, most: int) -> int:
-    """The largest number up to `most`, 1 or more, that divides a count: a valid value near one that does not."""
+    """Finds the largest divisor of a count up to `most`, at least 1: a valid value near an invalid one."""
     return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
 
 
 def link_of(one: int, other: int, *, pp: int) -> int:
     """Numbers the link between two neighbours in the ring of pipeline ranks: no rank has two links of one number.
 
-    0 and 1 in turns; with an odd number of ranks the one between the last and the first is 2.
+    Numbers 0 and 1 alternate; with an odd number of ranks the link between the last and the first rank is 2.
     """
     low, high = sorted((one, other))
     if high - low == 1:
@@ -89,16 +89,16 @@ def link_of(one: int, other: int, *, pp: int) -> int:
 
 
 def sequence_chunks(length: int, *, cp: int, cp_rank: int, zigzag: bool) -> tuple[range, ...]:
-    """The positions of a sequence that a context-parallel rank holds, in order; they are equally many on every rank.
+    """Returns the positions of a sequence that a context-parallel rank holds, in order; every rank has equally many.
 
-    Contiguous: rank r holds the r-th of cp chunks. Zigzag: it holds chunks r and 2 cp - 1 - r of 2 cp, so that causal
-    attention is the same work on every rank (Llama 3, arXiv:2407.21783, section 3.3.2).
+    Contiguous: rank r holds the r-th of cp chunks. Zigzag: it holds chunks r and 2 cp - 1 - r of 2 cp, which makes
+    causal attention equal work on every rank (Llama 3, arXiv:2407.21783, section 3.3.2).
 
     Args:
         length: positions of the sequence; a multiple of cp, or of 2 cp with zigzag.
         cp: ranks that share a sequence.
         cp_rank: coordinate of the rank.
-        zigzag: whether the layout is zigzag, that of ring attention.
+        zigzag: whether the layout is zigzag, as for ring attention.
     """
     zigzag = zigzag and cp > 1
     count = 2 * cp if zigzag else cp

@@ -1,8 +1,8 @@
 """Memory-mapped dataset: one split of a tokens directory as windows of T + 1 tokens.
 
-Window w of a shard is its tokens [w T, w T + T]; neighbors share the one token that is the last target of the first
-and the first input of the second. A window never crosses shards, so up to T tokens at the end of each shard are not
-used. Opening costs O(shards) and maps nothing; nothing is indexed or kept in memory per sample.
+Window w of a shard is its tokens [w T, w T + T]. Neighboring windows share one token: the last target of the first and
+the first input of the second. A window never crosses shards, so up to T tokens at the end of each shard are not used.
+Opening costs O(shards) and maps nothing; no memory is used per sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.data.remote_shards import RemoteShards
 
 
 class UnknownIdError(DataError):
-    """A token whose id is outside of the vocabulary; `row` is its row among those that were read."""
+    """A token whose id is outside of the vocabulary; `row` is its row in the array that was read."""
 
     row = 0
 
@@ -60,15 +60,15 @@ class TokenDataset:
     Attributes:
         path: the tokens directory, or the dataset of another tool that is read in place.
         split: name of the split, e.g. train.
-        source: name of the source; None for all of them.
+        source: name of the source; None for all sources.
         sequence_length: T, tokens per sample.
         manifest: the directory's manifest.
         tokens: tokens in the shards.
-        bytes: UTF-8 bytes of their text; 0 if unknown.
-        tokenizer: Hugging Face folder of its tokenizer.
-        masked: whether it has a loss mask, as datasets of conversations do.
-        in_place: whether it is a dataset of another tool, without a manifest.
-        origin: the path, or the URL of a tokens directory in an object store; `path` has all of it but the shards.
+        bytes: UTF-8 bytes of the tokens' text; 0 if unknown.
+        tokenizer: Hugging Face folder of the dataset's tokenizer.
+        masked: whether the dataset has a loss mask, as datasets of conversations do.
+        in_place: whether the dataset was made by another tool and has no manifest.
+        origin: the path, or the URL of a directory in an object store; then `path` has all files but the shards.
         files: reader of the shards.
     """
 
@@ -124,14 +124,14 @@ class TokenDataset:
         """Opens a split, and compares the sizes of its files with the manifest.
 
         Args:
-            path: the tokens directory, or its URL: then its shards are read in place.
+            path: the tokens directory, or its URL; with a URL the shards are read in place.
             split, sequence_length, source: name of the split, T in tokens per sample, name of the source (None: all).
             manifest: manifest of a directory on a disk, if it is already read; None reads it.
             files: pool of open files, shared between datasets; `RemoteShards` for URLs.
             stat_files: whether to compare the sizes of the files now; otherwise each is compared at its first read.
 
         Raises:
-            DataError: no such directory, split or source, a missing or truncated file, or less than one window.
+            DataError: directory, split or source do not exist, a file is missing or truncated, or no window fits.
         """
         origin = str(path)
         path, manifest, files, stat_files = find_tokens(path, manifest, files, stat_files)
@@ -186,14 +186,14 @@ class TokenDataset:
         return self.rows(windows).astype(np.int64)
 
     def rows(self, windows: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Reads windows as `read` does, [n, T + 1], but in the dtype of the files: uint16 takes a quarter of the bytes.
+        """Reads windows as `read` does, but in the dtype of the files, [n, T + 1]: uint16 is a quarter of int64.
 
         Raises:
             UnknownIdError: a token whose id the tokenizer does not have.
         """
         spans = self.spans(windows)
         rows = self._rows_of(spans, self.files.read(self._shard_spans(spans)), self._padding)
-        # as unsigned numbers, negative ids are too large as well: one pass, a tenth of the time of the copy above
+        # viewed as unsigned, negative ids are too large as well: one pass checks both, in a tenth of the copy's time
         if rows.size and rows.view(f"u{rows.itemsize}").max() >= self._vocabulary:
             raise self._unknown_id(np.asarray(windows), rows)
         return rows
@@ -226,16 +226,16 @@ class TokenDataset:
         return Spans(np.arange(shards.size), np.zeros_like(shards), shards, numbers * self.sequence_length, whole)
 
     def read_ahead(self, windows: npt.ArrayLike) -> None:
-        """Readahead: has windows read from disk or network in the background."""
+        """Starts reading windows from disk or network in the background (readahead)."""
         self.files.read_ahead(self._shard_spans(self.spans(windows)))
 
     def read_ahead_masks(self, windows: npt.ArrayLike) -> None:
-        """Readahead of the loss masks of windows."""
+        """Starts reading the loss masks of windows in the background."""
         if self.masked:
             self.files.read_ahead_masks(self._shard_spans(self.spans(windows)))
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
-        """Document boundaries within windows, from the index alone; no token is read.
+        """Returns the document boundaries within windows, from the index alone; no token is read.
 
         Args:
             windows: int64 [n], each in 0..self.windows-1.
@@ -248,7 +248,7 @@ class TokenDataset:
         return join(parts)
 
     def locate(self, windows: npt.ArrayLike) -> tuple[I64, I64]:
-        """Shard of every window, and its index within the shard.
+        """Returns the shard of every window, and the window's index within the shard.
 
         Args:
             windows: int64 [n].
@@ -261,25 +261,25 @@ class TokenDataset:
         return shards, wanted - self._first_window[shards]
 
     def sources_of(self, windows: npt.ArrayLike) -> list[str | None]:
-        """Name of the source of each window [n]; None where the manifest names none."""
+        """Returns the name of the source of each window [n]; None where the manifest names none."""
         entries = self.manifest.details["splits"][self.split]["shards"]
         names = [entries[i].get("source") for i in self.chosen]
         return [names[shard] for shard in self.locate(windows)[0]]
 
     def file(self, shard: int) -> IndexedTokens:
-        """The open token file of a shard.
+        """Returns the open token file of a shard.
 
         Raises:
-            DataError: it is damaged, or does not match the manifest.
+            DataError: the file is damaged, or does not match the manifest.
         """
         return self.files.file(self._folder + self._names[shard], self._sizes[shard])
 
     def shard_spans(self, windows: npt.ArrayLike) -> list[ShardSpan]:
-        """The spans of shards that are read for windows."""
+        """Returns the spans of shards that hold the tokens of windows."""
         return self._shard_spans(self.spans(windows))
 
     def prefixes(self, windows: npt.ArrayLike | None = None) -> list[str]:
-        """The shards of windows, each once; all when None."""
+        """Returns the shards of windows, each once; all shards when `windows` is None."""
         shards = range(len(self._names)) if windows is None else np.unique(self.locate(windows)[0]).tolist()
         return [self._folder + self._names[shard] for shard in shards]
 
@@ -306,7 +306,7 @@ class TokenDataset:
 def find_tokens(
     path: str | Path, manifest: Manifest | None, files: SpanReader | None, stat_files: bool
 ) -> tuple[Path, Manifest, SpanReader | None, bool]:
-    """Finds what `TokenDataset.open` opens.
+    """Finds the directory, manifest and files that `TokenDataset.open` opens.
 
     Returns:
         The directory on this host, its manifest, the reader of its files or None, and whether to compare their sizes.
@@ -322,11 +322,11 @@ def check_files(path: Path, manifest: Manifest, *, split: str, source: str | Non
 
     Args:
         path, manifest: the tokens directory and its manifest.
-        split, source: names of the split and of the source; None: all sources.
+        split, source: names of the split and of the source; a source of None means all.
         stat_files: whether to compare the sizes; without it, only the names are checked.
 
     Raises:
-        DataError: no such split or source, or a file that is missing or of another size.
+        DataError: the split or source does not exist, or a file is missing or has another size.
     """
     splits = manifest.details["splits"]
     if split not in splits:
@@ -362,14 +362,14 @@ def tokenizer_details(manifest: Manifest) -> dict[str, Any]:
 
 
 def padding_id(manifest: Manifest) -> int:
-    """The id of padding tokens: pad_id, else eos_id, else 0. No loss depends on it, since padding is masked."""
+    """Returns the id of padding tokens: pad_id, else eos_id, else 0. No loss depends on it, since padding is masked."""
     details = tokenizer_details(manifest)
     given = (details.get(key) for key in ("pad_id", "eos_id"))
     return next((int(number) for number in given if number is not None), 0)
 
 
 def choose_windows(available: int, wanted: int | None) -> I64:
-    """int64 indices of the windows to evaluate: all, or `wanted`, evenly spaced so that no source dominates.
+    """Returns int64 indices of the windows to evaluate: all, or `wanted`, evenly spaced so that no source dominates.
 
     A shard holds documents of one source, so the first windows of a split would all be of the first source.
     """

@@ -1,4 +1,4 @@
-"""Steps of a run whose shares change: every data-parallel rank's part is read anew from a step on."""
+"""Steps of a run whose batch shares change: from a step on, every data-parallel rank reads its new share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.data.micro_batch import StepBatch
 
 
 class CurrentBatch:
-    """The batch sizes that `DividedSteps` read next, which may be replaced between steps.
+    """The batch sizes with which `DividedSteps` reads the next step; they may be replaced between steps.
 
     Args:
         sizes: batch sizes of the first steps.
@@ -27,7 +27,7 @@ class DividedSteps:
 
     Args:
         load: function (batch sizes, (first, last) step) -> the loader of these steps.
-        current: the batch sizes; those of several parts of a run (the rounds of islands) are the same object.
+        current: the batch sizes; several parts of a run (the rounds of islands) share one object.
         steps: (first, last) step, both included.
     """
 

@@ -33,7 +33,7 @@ class DocumentBoundaries:
     used: I64 | None = None
 
     def of(self, samples: I64) -> DocumentBoundaries:
-        """The boundaries of some of the samples, renumbered in the order given; one may be given several times."""
+        """Selects the boundaries of samples, renumbered in the order given; a sample may be given several times."""
         order = np.argsort(self.sample, kind="stable")
         first, end = (np.searchsorted(self.sample[order], samples, side=side) for side in ("left", "right"))
         number = np.repeat(np.arange(samples.size), end - first)
@@ -45,22 +45,23 @@ class DocumentBoundaries:
         """Splits the inputs of samples into documents and padding; every sample has at least one part.
 
         Args:
-            samples: number of samples, from the first; those beyond the last known one are a single part.
+            samples: number of samples, from the first; samples beyond the last known one are a single part each.
             length: S.
 
         Returns:
-            sample int64 [parts], ascending; at int64 [parts], where the part begins in it, ascending per sample.
+            Sample of each part, int64 [parts], ascending; position at which the part begins in the sample, int64
+            [parts], ascending per sample.
         """
         inside = self.at < length
         begun = [np.arange(samples) * length, self.sample[inside] * length + self.at[inside]]
-        if self.used is not None:  # padding is masked like a document of its own
+        if self.used is not None:  # padding is masked like a separate document
             short = np.flatnonzero(self.used < length)
             begun.append(short * length + self.used[short])
         sample, at = np.divmod(np.sort(np.concatenate(begun)), length)
         return sample, at
 
     def clear_non_targets(self, targets: npt.NDArray[np.bool_], *, masked: bool) -> None:
-        """Clears non-target positions: padding and, with `masked`, positions that cross a boundary. In place.
+        """Clears non-target positions in place: padding and, with `masked`, positions that cross a boundary.
 
         Args:
             targets: bool [samples, S]; position t is the token that follows input t.
@@ -72,7 +73,7 @@ class DocumentBoundaries:
             targets[self.sample, self.at - 1] = False
 
     def count_non_targets(self, *, length: int, masked: bool) -> int:
-        """Number of non-target positions in all samples: padding and, with `masked`, those across a boundary."""
+        """Counts non-target positions in all samples: padding and, with `masked`, positions that cross a boundary."""
         padding = 0 if self.used is None else int((length + 1 - self.used).sum())
         return padding + (self.at.size if masked else 0)
 
@@ -92,7 +93,7 @@ def join(parts: list[tuple[I64, DocumentBoundaries]]) -> DocumentBoundaries:
 
 
 def find_boundaries(file: IndexedTokens, starts: I64, *, length: int) -> DocumentBoundaries:
-    """Document boundaries within the windows [start, start + length] of a token file; O(windows x log documents).
+    """Finds document boundaries in the windows [start, start + length] of a token file; O(windows x log documents).
 
     Args:
         file: an open token file.

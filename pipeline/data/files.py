@@ -1,4 +1,4 @@
-"""Pool of memory-mapped token files and loss masks, opened on first use: ten thousand shards are not mapped at once."""
+"""Pool of memory-mapped token files and loss masks, opened on first use, with a limit on the files open at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from foundation.errors import DataError
 _Kept = TypeVar("_Kept")
 
 MOST: Final = 15_000
-"""Limit of open files, each with two memory maps, one for a loss mask and one for a packing: Linux allows a process
-65,530 maps (vm.max_map_count), of which Python and its libraries take some thousand."""
+"""Limit of open files. Each has two memory maps, plus one for a loss mask and one for a packing. Linux allows a process
+65,530 maps (vm.max_map_count); Python and its libraries take some thousand."""
 
 
 class Opened(NamedTuple):
@@ -37,7 +37,7 @@ class OpenedMask(NamedTuple):
 
 
 class ShardSpan(NamedTuple):
-    """Tokens of a shard: `length` from `start` on, of the `tokens` that the shard at `prefix` has."""
+    """A span of `length` tokens from `start` on, in the shard at `prefix`, which has `tokens` tokens."""
 
     prefix: str
     tokens: int
@@ -46,18 +46,18 @@ class ShardSpan(NamedTuple):
 
 
 class SpanReader(Protocol):
-    """Reads tokens and loss masks of shards, which it opens on first use."""
+    """Reads tokens and loss masks of shards; opens a shard on first use."""
 
     def read(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """The tokens of spans, [length] each.
+        """Returns the tokens of spans, [length] each.
 
         Raises:
-            DataError: a shard cannot be read, or is not as its manifest says.
+            DataError: a shard cannot be read, or differs from its manifest.
         """
         ...
 
     def read_masks(self, spans: Sequence[ShardSpan]) -> list[npt.NDArray[Any]]:
-        """The loss masks of spans, uint8 [length] each."""
+        """Returns the loss masks of spans, uint8 [length] each."""
         ...
 
     def read_ahead(self, spans: Sequence[ShardSpan]) -> None:
@@ -69,12 +69,12 @@ class SpanReader(Protocol):
         ...
 
     def file(self, prefix: str, tokens: int) -> IndexedTokens:
-        """A shard with the index of its documents; its tokens need not be there."""
+        """Opens a shard with its document index; the tokens need not be on this host."""
         ...
 
 
 class OpenFiles:
-    """Opens token files and loss masks by prefix and keeps them open; beyond `most` of either, the oldest is closed.
+    """Opens token files and loss masks by prefix and keeps them open; closes the oldest beyond `most` of either kind.
 
     A closed file is unmapped when the last array that refers to it is freed.
 
@@ -92,7 +92,7 @@ class OpenFiles:
         return len(self._open)
 
     def get(self, prefix: str, tokens: int) -> Opened:
-        """The open file of a prefix.
+        """Returns the open file of a prefix.
 
         Raises:
             DataError: the file does not hold `tokens` tokens, or is missing or damaged.
@@ -108,10 +108,10 @@ class OpenFiles:
         return found
 
     def mask(self, prefix: str, tokens: int) -> OpenedMask:
-        """The open loss mask of a prefix.
+        """Returns the open loss mask of a prefix.
 
         Raises:
-            DataError: it is missing, or does not have `tokens` entries.
+            DataError: the mask is missing, or does not have `tokens` entries.
         """
         found = self._masks.get(prefix)
         if found is None:
@@ -151,7 +151,7 @@ class OpenFiles:
     def _parts(
         spans: Sequence[ShardSpan], open_shard: Callable[[str, int], Opened | OpenedMask]
     ) -> Iterator[tuple[int, int]]:
-        """Address and bytes of spans. Each stays mapped until the next is asked for."""
+        """Yields address and bytes of each span, which stays mapped until the next one is requested."""
         for each in spans:
             opened = open_shard(each.prefix, each.tokens)
             width = opened.tokens.itemsize if isinstance(opened, Opened) else 1

@@ -6,8 +6,8 @@ two uniformly random positions into prefix, middle and suffix, and becomes
     PSM  <prefix> prefix <suffix> suffix <middle> middle
     SPM  <prefix> <suffix> suffix <middle> prefix middle
 
-between its begin and end tokens, if it has them. It grows by three tokens; tokens that no longer fit into the sample
-are cut off. The result is a pure function of (seed, index of the sample, index of the document in it): law 1.
+between the document's begin and end tokens, if it has them. The part grows by three tokens; tokens that no longer fit
+into the sample are cut off. The result is a pure function of (seed, sample index, document index in the sample): law 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.data.permutation import derive_key, permute
 
 _ADDED = 3
 _SHORTEST = 3
-"""Fewest tokens of a document's part that is rearranged; a shorter one is left as it is."""
+"""Fewest tokens of a document's part that is rearranged; a shorter part stays unchanged."""
 _RANGE = 1 << 62
 
 
@@ -66,7 +66,7 @@ class Fim:
     bos: int | None = None
 
     def boundaries(self, boundaries: DocumentBoundaries, samples: I64) -> DocumentBoundaries:
-        """Document boundaries after the transformation. No token is read.
+        """Returns the document boundaries after the transformation. No token is read.
 
         Args:
             boundaries: document boundaries before the transformation.
@@ -74,7 +74,7 @@ class Fim:
         """
         parts = self._parts(boundaries, samples.size)
         grown = self._selected(parts, samples) * _ADDED
-        # how much the documents before each one in its sample have grown
+        # tokens by which the documents before each one in its sample have grown
         before = np.cumsum(grown) - grown
         first = np.searchsorted(parts.sample, np.arange(samples.size))
         before -= before[first][parts.sample]
@@ -86,7 +86,7 @@ class Fim:
         return DocumentBoundaries(parts.sample[kept], at[kept], np.minimum(boundaries.used + whole, self.length + 1))
 
     def rows(self, rows: npt.NDArray[Any], boundaries: DocumentBoundaries, samples: I64) -> npt.NDArray[Any]:
-        """The samples after the transformation.
+        """Returns the samples after the transformation.
 
         Args:
             rows: [n, S + 1], tokens before the transformation.
@@ -134,7 +134,7 @@ class Fim:
         return np.asarray(drawn & (parts.length >= _SHORTEST), dtype=np.bool_)
 
     def _random(self, what: str, parts: _SampleDocuments, samples: I64) -> I64:
-        """A pseudo-random number in 0.._RANGE-1 for each document, a function of seed, sample and document index."""
+        """Returns a pseudo-random number in 0.._RANGE-1 per document, a function of seed, sample and document index."""
         location = samples[parts.sample] * (self.length + 1) + parts.number
         return permute(location, size=_RANGE, key=derive_key(self.seed, "fim", what))
 

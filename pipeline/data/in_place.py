@@ -1,10 +1,10 @@
-"""Tokens of other tools that are read in place: a memory map and an index of documents is all that a run needs.
+"""Reads tokens of other tools in place: a run needs only a memory map and an index of documents.
 
 - Megatron-LM: PREFIX.bin and PREFIX.idx, one shard.
-- datatrove and nanotron: a folder of NAME.ds with NAME.ds.index, a shard each, or one of these files.
+- datatrove and nanotron: one NAME.ds with NAME.ds.index (a shard), or a folder of them.
 
-A manifest is derived from the indexes and from the tokenizer's folder, which the config has to name. Formats without
-such an index are converted by `headrace import`.
+A manifest is derived from the indexes and from the tokenizer's folder, which the config has to name. `headrace import`
+converts formats without an index of documents.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class InPlace:
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The tokenizer that its metadata names; None if it names none."""
+        """Tokenizer name in the dataset's metadata; None if there is none."""
         return tokenizer_name(self.folder / self.names[0]) if self.kind == "datatrove" else None
 
 
 def find(path: str | Path) -> InPlace | None:
-    """The dataset of another tool at a path, if there is one that is read in place."""
+    """Finds a dataset of another tool that can be read in place at a path; None if there is none."""
     path = Path(path)
     if path.is_dir():
         names = () if (path / MANIFEST).exists() else tuple(sorted(each.name for each in path.glob(f"*{DS}")))
@@ -72,15 +72,15 @@ def find(path: str | Path) -> InPlace | None:
 
 
 def manifest_of(dataset: InPlace, *, tokenizer: str, field: str, split: str = "train") -> Manifest:
-    """The manifest of a dataset of another tool, which is one split.
+    """Makes the manifest of another tool's dataset, with all of its shards in one split.
 
-    The fingerprint covers the sizes of all files and up to 16 MiB of the indexes, since every rank computes it.
+    The fingerprint covers the sizes of all files, but at most 16 MiB of the indexes, since every rank computes it.
 
     Args:
         dataset: a dataset that `find` has found.
         tokenizer: Hugging Face folder of its tokenizer.
         field: the config field that names the tokenizer.
-        split: name of the split. The text bytes of a held-out split are counted, which reads it once.
+        split: name of the split. A held-out split is read once, to count its text bytes.
 
     Raises:
         DataError: the dataset is damaged, there is no tokenizer, or bytes cannot be counted (see `text_bytes`).
@@ -121,7 +121,7 @@ def manifest_of(dataset: InPlace, *, tokenizer: str, field: str, split: str = "t
 
 
 def _check_name(dataset: InPlace, fingerprint: str, *, field: str, tokenizer: str) -> None:
-    """Compares the tokenizer with the folder that the metadata names, if that folder still exists."""
+    """Compares the tokenizer with the tokenizer folder that the metadata names, if that folder still exists."""
     named = dataset.tokenizer_name
     if named is None:
         return
@@ -132,7 +132,7 @@ def _check_name(dataset: InPlace, fingerprint: str, *, field: str, tokenizer: st
 
 
 def _check_ids(file: IndexedTokens, vocab_size: int, *, field: str, tokenizer: str) -> None:
-    """Checks the ids at both ends: a vocabulary that is too small is found here, not by an assertion on a GPU."""
+    """Checks the ids at both ends of a shard, to detect a vocabulary that is too small before a GPU assertion does."""
     ends = np.concatenate([file.tokens[:_CHECKED_TOKENS], file.tokens[-_CHECKED_TOKENS:]])
     low, high = int(ends.min(initial=0)), int(ends.max(initial=0))
     if low < 0 or high >= vocab_size:
@@ -141,7 +141,7 @@ def _check_ids(file: IndexedTokens, vocab_size: int, *, field: str, tokenizer: s
 
 
 def _masked(dataset: InPlace, shards: list[dict[str, Any]]) -> bool:
-    """Whether the shards have loss masks, which all or none must have."""
+    """Whether the shards have loss masks; either all or none must have one."""
     paths = {name: mask_path(dataset.folder / name) for name in dataset.names}
     if dataset.kind != "datatrove" or not any(path.is_file() for path in paths.values()):
         return False
@@ -167,7 +167,7 @@ def _fingerprint(dataset: InPlace) -> str:
 
 
 def _hash(path: Path, *, pieces: int = _PIECES) -> str:
-    """Checksum of a file, or of `pieces` evenly spaced pieces of 64 KiB of a larger one."""
+    """Computes the checksum of a file; for a large file, of `pieces` evenly spaced pieces of 64 KiB."""
     digest, last = xxhash.xxh3_128(), max(0, path.stat().st_size - _PIECE_BYTES)
     pieces = min(pieces, 1 + -(-last // _PIECE_BYTES))
     with path.open("rb") as file:

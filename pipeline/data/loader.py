@@ -1,7 +1,7 @@
 """Data loader: micro-batches of every optimizer step for one rank, prefetched by one thread.
 
-Worker processes were measured to be 10-50 times slower than a thread: copying a batch between processes costs more
-than reading it from a memory map.
+Worker processes measured 10-50 times slower than a thread: copying a batch between processes costs more than reading it
+from a memory map.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.data.skips import NO_SKIPS, Skips
 from pipeline.data.step_samples import StepSamples
 
 _COUNTED_STEPS: Final = 16
-"""Number of steps whose targets are summed over the ranks at once, that many steps ahead."""
+"""Number of steps whose targets are summed over the ranks together, and how many steps ahead they are summed."""
 
 
 class TeacherLogits(Protocol):
@@ -41,12 +41,12 @@ class TeacherLogits(Protocol):
 
 
 TargetSum = Callable[[Tensor], Callable[[], Tensor]]
-"""Begins to sum this rank's targets, int64 [steps], over the data-parallel ranks; the function it returns waits."""
+"""Begins to sum this rank's targets, int64 [steps], over the data-parallel ranks; returns a function that waits."""
 
 
 @dataclass(frozen=True)
 class _OwnTargets:
-    """Targets of this rank's own samples, int64 [steps], of some steps that come next."""
+    """Target counts of this rank's own samples in some later steps, int64 [steps]."""
 
     counts: Tensor
 
@@ -54,9 +54,9 @@ class _OwnTargets:
 class StepLoader:
     """Iterates over the optimizer steps of a run, for one data-parallel rank.
 
-    The samples of a step depend on the step alone; a rank takes its share of each. If they do not divide, every rank
-    has rows for the largest share, and surplus rows are padding without targets. With uneven shares (`batch.shares`) a
-    rank has its own samples and no padding. It can feed any PyTorch loop:
+    The samples of a step depend on the step alone, and each rank takes its share. If the samples do not divide evenly,
+    every rank has rows for the largest share; surplus rows are padding without targets. With uneven shares
+    (`batch.shares`) a rank has its own samples and no padding. The loader can feed any PyTorch loop:
     `for step in StepLoader(...): for micro in step.micro_batches: ...`
 
     Args:
@@ -67,13 +67,13 @@ class StepLoader:
         cp: context-parallel size: ranks that each hold an equal part of every sequence.
         cp_rank: coordinate of this rank on the context-parallel axis.
         zigzag: whether the rank's part is two separate chunks of the sequence; see `topology.sequence_chunks`.
-        mask_documents: document mask: positions restart in each document, and a token that is followed by another
-            document's is no target.
+        mask_documents: whether to apply a document mask: positions restart in each document, and no target crosses a
+            document boundary.
         skips: data steps that are skipped.
-        logits: a teacher's cached logits, which become part of the micro-batches.
-        target_sum: function that sums the targets of all ranks where a step's size does not give them (document mask,
-            loss mask, packing, fill-in-the-middle); every rank iterates then. When None each rank counts those of the
-            whole step, for which it opens the files of all samples.
+        logits: a teacher's cached logits, which are added to the micro-batches.
+        target_sum: function that sums the targets of all ranks where they do not follow from a step's size (document
+            mask, loss mask, packing, fill-in-the-middle); every rank then has to iterate. When None each rank counts
+            the targets of the whole step itself, for which it opens the files of all samples.
         prefetch: number of steps prepared ahead.
         pin: whether to copy tensors to page-locked memory, for a GPU.
     """
@@ -100,7 +100,7 @@ class StepLoader:
         self._chunks = partial(sequence_chunks, cp=cp, cp_rank=cp_rank, zigzag=zigzag)
         self._mask_documents, self._prefetch, self._logits = mask_documents, prefetch, logits
         self._bounded = mask_documents or mixture.packed or mixture.fim is not None
-        # masks in object stores are cached with the step that reads them, and not counted before it
+        # masks in object stores are cached with the step that reads them, and cannot be counted earlier
         here = batch.part is None and not (mixture.masked and mixture.remote.fingerprints)
         self._target_sum = target_sum if here and (self._bounded or mixture.masked) else None
         self._samples = StepSamples(
@@ -142,7 +142,7 @@ class StepLoader:
             stop.set()
 
     def gather(self, step: int) -> StepBatch:
-        """This rank's part of a step, computed in the calling thread; it counts the targets of the whole step."""
+        """Reads this rank's part of a step in the calling thread; counts the targets of the whole step."""
         targets = self._count(self._samples.all(step))
         return self._gather(step, self._mixture.order.locate(self._samples.rows(step)), targets)
 
@@ -191,7 +191,7 @@ class StepLoader:
         )
 
     def _own(self, micro: MicroBatch) -> MicroBatch:
-        """Makes a micro-batch contiguous, for a GPU in page-locked memory: a strided view would be copied once more."""
+        """Makes a micro-batch contiguous, in page-locked memory for a GPU: a strided view would be copied once more."""
         return micro.pin_memory() if self._pin else micro
 
     def _gather_all(self, ready: queue.Queue[StepBatch | _OwnTargets | BaseException], stop: threading.Event) -> None:
@@ -206,7 +206,7 @@ class StepLoader:
                 return
 
     def _items(self) -> Iterator[StepBatch | _OwnTargets | BaseException]:
-        """Yields steps and, in front of the first of every `_COUNTED_STEPS`, the rank's own targets of later ones."""
+        """Yields steps; before every `_COUNTED_STEPS`-th one, also the rank's own target counts of later steps."""
         try:
             for step, location in self._samples.located():
                 targets = 0
@@ -218,7 +218,7 @@ class StepLoader:
                 yield self._gather(step, location, targets)
         except GeneratorExit:
             raise
-        except BaseException as error:  # raised by the consuming thread
+        except BaseException as error:  # the consuming thread raises it
             yield error
 
 
@@ -242,7 +242,7 @@ def heldout_batches(  # noqa: PLR0913  five are the rank's part
     Args:
         dataset: the split.
         batch_size: samples per batch of a rank.
-        dp, cp: number of ranks on the data-parallel and on the context-parallel axis.
+        dp, cp: number of ranks on the data-parallel and the context-parallel axis.
         dp_rank, cp_rank: coordinates of this rank on these axes.
         zigzag: whether the rank's part is two separate chunks of the sequence; see `topology.sequence_chunks`.
         mask_documents: whether positions restart in each document, and no target crosses a document boundary.

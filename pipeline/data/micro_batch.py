@@ -26,10 +26,10 @@ class MicroBatch:
         labels: int64 [B, T]; labels[b, t] is the token that follows input_ids[b, t], or IGNORE.
         positions: int64 [B, T], position of every token in its document; None without a document mask, where positions
             in the sequence apply.
-        documents: int32 [B, S], document mask: index of every token's document in the whole sequence; None as above.
+        documents: int32 [B, S], document mask: index of every token's document in the whole sequence; None without one.
         target_ids: int32 [B, T, k], ids for which a teacher's log-probabilities are given; None without cached logits.
-        target_logs: fp16 [B, T, k + 1], these log-probabilities, last that of all other ids; None as above.
-        sampled: bool [B, T], positions of samples whose targets the student has sampled; None without on-policy
+        target_logs: fp16 [B, T, k + 1], log-probabilities of `target_ids`, last that of all other ids; or None.
+        sampled: bool [B, T], true in samples whose targets the student has sampled; None without on-policy
             distillation.
     """
 
@@ -42,7 +42,7 @@ class MicroBatch:
     sampled: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copies the batch to a device; asynchronously from pinned memory."""
+        """Copies the batch to a device, asynchronously if it is in pinned memory."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
@@ -55,7 +55,7 @@ class MicroBatch:
         return MicroBatch(*pinned)  # type: ignore[arg-type]
 
     def split(self, samples: int | Sequence[int]) -> list[MicroBatch]:
-        """Splits into batches of `samples` samples each, or of each number of samples in a list, as views."""
+        """Splits the batch into views of `samples` samples each, or of as many samples as each number in a list."""
         whole = [getattr(self, field.name) for field in fields(self)]
         sizes = samples if isinstance(samples, int) else list(samples)
         count = -(-self.input_ids.shape[0] // samples) if isinstance(samples, int) else len(samples)
@@ -72,7 +72,7 @@ class StepBatch:
         micro_batches: the rank's micro-batches, in the order of gradient accumulation.
         targets: target tokens of the whole step, over all ranks and micro-batches; the same on every rank. At least 1:
             sums over targets are divided by it.
-        has_targets: whether there are any. Without them (all masked) the step's loss is undefined.
+        has_targets: whether the step has targets. If all are masked, its loss is undefined.
     """
 
     step: int
@@ -82,7 +82,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, step: int, micro_batches: list[MicroBatch], targets: int) -> StepBatch:
-        """A batch with `targets` target tokens, 0 or more."""
+        """Makes a batch with `targets` target tokens, 0 or more."""
         return cls(step, micro_batches, max(1, targets), has_targets=targets > 0)
 
 
@@ -93,7 +93,7 @@ def make_batch(
     mask_documents: bool = True,
     chunks: Sequence[range] | None = None,
 ) -> MicroBatch:
-    """One rank's context-parallel part of samples, with labels, positions and document mask.
+    """Makes one rank's context-parallel part of samples, with labels, positions and document mask.
 
     Args:
         rows: [n, S + 1], of any integer dtype.
@@ -138,13 +138,13 @@ def _mask_non_targets(
 
 
 def cut(whole: npt.NDArray[Any], chunks: Sequence[range]) -> npt.NDArray[Any]:
-    """The columns of the chunks; a view of `whole` if there is one chunk."""
+    """Returns the columns of the chunks; a view of `whole` if there is one chunk."""
     parts = [whole[:, chunk.start : chunk.stop] for chunk in chunks]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def apply_loss_mask(batch: MicroBatch, loss_mask: npt.NDArray[np.bool_], chunks: Sequence[range]) -> None:
-    """Masks the labels of a rank's part; `loss_mask` is bool [n, S + 1], of whole samples."""
+    """Masks the labels of a rank's part; `loss_mask` is bool [n, S + 1] and covers whole samples."""
     batch.labels[torch.from_numpy(~cut(loss_mask[:, 1:], chunks))] = IGNORE
 
 

@@ -1,4 +1,4 @@
-"""Mixing weights of a run's sources, from weights, budgets or a curriculum; and limits on repetition."""
+"""Derives mixing weights of a run's sources from weights, budgets or a curriculum; limits repetition."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipeline.data.weighted_sources import MixtureStage
 
 _RELATIVE_TOLERANCE: Final = 1e-3
 _SAMPLE_TOLERANCE: Final = 2
-"""Tolerances of a limit, relative and in samples, so that one that is met exactly does not fail for rounding. The order
+"""Tolerances of a limit, relative and in samples, so that rounding does not fail a limit that is met exactly. The order
 of 3,000 random mixtures of up to 40 sources was off by 2.2 samples at most."""
 _SMALL: Final = 1 / 65_536
-"""A smaller share that draws no sample is refused as a mistake; with a larger one, the run may be a short trial."""
+"""Share below which a source without a drawn sample is refused; with a larger share, the run may be a short trial."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Extent:
 
 
 def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: Extent | None) -> SampleOrder:
-    """The order in which a run draws samples from its sources.
+    """Makes the order in which a run draws samples from its sources.
 
     Args:
         data: the config's section.
@@ -63,7 +63,7 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
 
 
 def _shares(data: DataSection, windows: Sequence[int], extent: Extent) -> tuple[float, ...]:
-    """Samples of each source: its budget, or its share by weight of the samples without a budget."""
+    """Returns each source's samples: its budget, or its share by weight of the samples that no budget covers."""
     budgets = [
         source.epochs * size if source.epochs else source.tokens / data.sequence_length if source.tokens else None
         for source, size in zip(data.sources, windows, strict=True)
@@ -140,7 +140,7 @@ def _remedy(data: DataSection, order: SampleOrder, extent: Extent, *, number: in
     source, fits = data.sources[number], []
     budgets = any(s.epochs or s.tokens for s in data.sources)
     steps = bisect_right(range(extent.steps + 1), most, key=drawn) - 1
-    # in a run of another length budgets have other weights, and every stage has to begin
+    # a shorter run gives budgets other weights, and every stage has to begin in it
     if not budgets and steps > (data.curriculum[-1].after_step if data.curriculum else 0):
         fits.append(f"run.steps {steps:,} or less")
     others = sum(s.weight or 1.0 for i, s in enumerate(data.sources) if i != number)

@@ -29,7 +29,7 @@ from pipeline.data.span_cache import Bytes
 
 
 class DataMixture:
-    """The training samples of a run: global sample number -> T + 1 tokens.
+    """The training samples of a run: maps a global sample number to T + 1 tokens.
 
     Args:
         sources: opened datasets, in the config's order.
@@ -65,7 +65,7 @@ class DataMixture:
         return self.rows(self.order.locate(samples)).astype(np.int64)
 
     def rows(self, location: SampleLocation) -> npt.NDArray[Any]:
-        """Samples at the given locations, [n, T + 1], in the dtype of the files."""
+        """Reads the samples at the given locations, [n, T + 1], in the dtype of the files."""
         present = np.unique(location.source)
         if present.size == 1:
             return self.sources[int(present[0])].rows(location.window)
@@ -91,7 +91,7 @@ class DataMixture:
         return any(source.masked for source in self.sources)
 
     def loss_mask(self, location: SampleLocation) -> npt.NDArray[np.bool_]:
-        """Loss mask of the samples at the given locations: bool [n, T + 1]."""
+        """Reads the loss mask of the samples at the given locations: bool [n, T + 1]."""
         loss_mask = np.empty((location.source.size, self.sequence_length + 1), dtype=np.bool_)
         for number in np.unique(location.source):
             mine = location.source == number
@@ -99,7 +99,7 @@ class DataMixture:
         return loss_mask
 
     def read_ahead(self, location: SampleLocation, masks_of: SampleLocation | None = None, *, step: int = 0) -> None:
-        """Readahead: has samples read in the background, by the kernel or from object stores.
+        """Starts reading samples in the background (readahead), by the kernel or from object stores.
 
         Args:
             location: locations of the samples.
@@ -115,7 +115,7 @@ class DataMixture:
         self.remote.read_parts_ahead(self.remote_parts(location, masks_of), step)
 
     def remote_parts(self, location: SampleLocation, masks_of: SampleLocation | None) -> list[list[Bytes]]:
-        """Spans in object stores of the samples at the given locations: of their tokens, and of their loss masks."""
+        """Spans in object stores that hold the tokens and the loss masks of the samples at the given locations."""
         tokens, of_masks = [], []
         for source, windows in self._by_source(location):
             if source.files is self.remote:
@@ -140,7 +140,7 @@ class DataMixture:
                 yield self.sources[number], location.window[location.source == number]
 
     def boundaries(self, samples: npt.ArrayLike) -> DocumentBoundaries:
-        """Document boundaries within samples; see `TokenDataset.boundaries`. No token is read."""
+        """Returns the document boundaries within samples; see `TokenDataset.boundaries`. No token is read."""
         location = self.order.locate(samples)
         parts = []
         for number in np.unique(location.source):
@@ -212,8 +212,8 @@ def open_heldout(data: DataSection, mixture: DataMixture, *, stat_files: bool = 
         stat_files: whether to compare the sizes of the files with the manifests now.
 
     Raises:
-        DataError: one is damaged or too short.
-        ConfigError: none of the sources has one, or a `heldout` was made with another tokenizer.
+        DataError: a held-out split is damaged or too short.
+        ConfigError: no source has a held-out split, or a `heldout` was made with another tokenizer.
     """
     found = {(dataset.origin, dataset.source): dataset for dataset in _heldout(data, mixture, stat_files)}
     if not found:
@@ -236,7 +236,7 @@ def _heldout(data: DataSection, mixture: DataMixture, stat_files: bool) -> Itera
             continue
         elif section.source is None:
             yield TokenDataset.open(split="heldout", sequence_length=length, **_again(dataset, stat_files))
-        else:  # of a small source it may be shorter than one window
+        else:  # a small source's split may be shorter than one window
             about = {"split": "heldout", "sequence_length": length, "source": section.source}
             if TokenDataset(dataset.path, dataset.manifest, **about).windows:
                 yield TokenDataset.open(**_again(dataset, stat_files), **about)
@@ -249,7 +249,7 @@ def _again(dataset: TokenDataset, stat_files: bool) -> dict[str, Any]:
 
 
 class _Manifests(dict[str, Manifest]):
-    """Manifests of tokens directories; each is read once, however many of its sources are in the mixture."""
+    """Manifests of tokens directories; each is read once, however many sources of the directory are in the mixture."""
 
     def __missing__(self, path: str) -> Manifest:
         self[path] = read_manifest(path, kind="tokens")

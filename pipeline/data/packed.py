@@ -77,7 +77,7 @@ class PackedDataset(TokenDataset):
         return f"{super().summary} of packed documents, {100 * self.target_fraction:.2f} % of positions are targets"
 
     def spans(self, windows: npt.ArrayLike) -> Spans:
-        """Locates the tokens of samples; padding at the end of one has shard -1. See `TokenDataset.spans`."""
+        """Locates the tokens of samples; padding at a sample's end has shard -1. See `TokenDataset.spans`."""
         shards, bins = self.locate(windows)
         parts = [self._pieces(int(s), mine, bins[mine]) for s in np.unique(shards) for mine in [_where(shards, s)]]
         window, at, shard, start, length = map(np.concatenate, zip(*parts, strict=True))
@@ -91,7 +91,7 @@ class PackedDataset(TokenDataset):
         return Spans(*(column[order] for column in joined))
 
     def boundaries(self, windows: npt.ArrayLike) -> DocumentBoundaries:
-        """Document boundaries within samples; `used` is their length without padding. See `TokenDataset.boundaries`."""
+        """Implements `TokenDataset.boundaries`; `used` is the length of each sample without padding."""
         spans, samples = self.spans(windows), np.size(windows)
         whole = spans.shard >= 0
         used = np.bincount(spans.window[whole], weights=spans.length[whole], minlength=samples)
@@ -128,10 +128,10 @@ class PackedDataset(TokenDataset):
 
 
 def _find_packing(tokens: str, length: int) -> tuple[Path, Manifest]:
-    """The packing of a tokens directory: its directory on this host, and its manifest.
+    """Finds the packing of a tokens directory; returns the packing's directory on this host and its manifest.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no packing.
         StorageError: the store cannot be read.
     """
     name = packing_name(length)

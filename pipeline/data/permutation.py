@@ -1,11 +1,11 @@
 """A pseudo-random permutation of 0..n-1 that is computed, not stored: O(1) memory for any n.
 
-A balanced Feistel network over the smallest even number of bits that holds n permutes a power of four; values that
-fall outside 0..n-1 are sent through again until they land inside (cycle walking), which stays a permutation.
+A balanced Feistel network over the smallest even number of bits that holds n permutes a power of four. Values outside
+0..n-1 are sent through again until they land inside (cycle walking); the result is still a permutation.
 Sources: Luby and Rackoff 1988 (Feistel networks as permutations); Black and Rogaway 2002, "Ciphers with arbitrary
-finite domains", section 3 (cycle walking). The round function is the 64-bit finalizer of SplitMix64 (Steele, Lea and
-Flood 2014); it is written out here because a library generator may change its stream from one release to the next,
-and the order of a run must not.
+finite domains", section 3 (cycle walking). The round function is the 64-bit finalizer of SplitMix64 (Steele, Lea
+and Flood 2014); it is written out here because a library generator may change its stream between releases, and the
+order of a run must not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 6
 
 
 def derive_key(*parts: object) -> int:
-    """A 64-bit key from any printable parts, e.g. `derive_key(seed, "order", epoch)`. Stable across machines."""
+    """Derives a 64-bit key from printable parts, e.g. `derive_key(seed, "order", epoch)`. Stable across machines."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

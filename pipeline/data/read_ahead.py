@@ -1,8 +1,9 @@
-"""Read-ahead of spans in object stores, in the order of samples, by a process of its own for each rank.
+"""Read-ahead of spans in object stores, in the order of samples, by a separate process for each rank.
 
-Packages of stores keep Python busy for milliseconds per request, which training would wait for. The process downloads
-parts to the cache of this host as far ahead as that has room (`span_cache`), and this side reads them from there. Where
-the process has ended or could not store a part, its spans are read from the store without the cache.
+The clients of object stores keep Python busy for milliseconds per request; in the training process, training would
+wait. The read-ahead process downloads parts to the cache of this host (`span_cache`) as far ahead as the cache has
+room, and the rank reads them there. If that process has ended or could not store a part, the rank reads the store
+without the cache.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from foundation.storage import download
 from pipeline.data.span_cache import Part, SpanCache
 
 _AT_ONCE = 16
-"""Number of parts that are sent to the process before they are stored."""
+"""Largest number of parts that are requested from the process and not yet stored."""
 _LOOK_S, _SAY_S = 0.2, 60.0
 
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a shard, which is copied to this host.
+    """The index of a shard, to be copied to this host.
 
     Attributes:
         url: URL of the object.
@@ -45,7 +46,7 @@ class Index:
 
 
 class ReadAhead:
-    """Reads parts ahead, in the order in which they will be asked for.
+    """Reads parts ahead, in the order in which training needs them.
 
     Args:
         cache: cache that stores the parts.
@@ -62,10 +63,10 @@ class ReadAhead:
         self._reader = ExitStack()
 
     def begin(self, wanted: Iterable[Part | Index], *, step: int) -> None:
-        """Downloads the data of all steps from one on, in their order; gives up what was begun before.
+        """Starts downloading the data of all steps from `step` on, in order; abandons the plan begun before.
 
         Args:
-            wanted: parts and indexes in order, read by a thread as the cache has room.
+            wanted: parts and indexes in order; a thread takes them as the cache has room.
             step: first step to read.
         """
         with self._changed:
@@ -88,10 +89,10 @@ class ReadAhead:
             self._at(step)
 
     def read(self, part: Part) -> memoryview | None:
-        """The data of a downloaded part; None where it could not be stored, or the process is not ready yet.
+        """Returns the data of a downloaded part; None if it could not be stored, or the process is not ready yet.
 
         Raises:
-            CancelledError: another plan was begun, or this is closed.
+            CancelledError: another plan was begun, or the reader was closed.
         """
         told, plan = False, self._plan
         while True:
@@ -102,10 +103,10 @@ class ReadAhead:
             with self._changed:
                 if self._plan != plan:
                     raise CancelledError
-                if not told:  # what the process cannot have at once it gives up, and goes on with later parts
+                if not told:  # the process gives up a part that it cannot get at once, and goes on with later parts
                     told = True
                     self._send({"now": part.key})
-                # what is said to be stored is damaged, or was evicted by a process that does not know of this one
+                # a part reported as stored is damaged, or was evicted by a process that does not know this reader
                 if state in (None, "stored") or not self._ready or not self._alive():
                     return None
                 self._changed.wait(_LOOK_S)
@@ -177,7 +178,7 @@ class ReadAhead:
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with self._sending, suppress(OSError):  # it has ended: spans are read without it
+        with self._sending, suppress(OSError):  # the process has ended: spans are read without it
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
@@ -186,7 +187,7 @@ def fetch_index(index: Index) -> None:
     """Copies the index of a shard to this host, unless the host has it.
 
     Raises:
-        DataError: it has another checksum than the manifest says.
+        DataError: the checksum differs from the manifest's.
         StorageError: the store cannot be read.
     """
     path = Path(index.path)

@@ -1,8 +1,8 @@
 """`python -m pipeline.data.read_ahead_process`: downloads spans to the cache of this host for the rank that started it.
 
-Its standard input has one JSON object per line: the cache; then `plan` (what was asked for before is given up), `part`,
-`index`, and `now` (the key of a part that is being waited for). It reports the outcome of each part, and warnings. It
-ends with its input.
+Its standard input has one JSON object per line: first the cache; then `plan` (abandons earlier requests), `part`,
+`index`, and `now` (the key of a part that the rank waits for). The process reports the outcome of each part, and
+warnings. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pipeline.data.read_ahead import Index, fetch_index
 from pipeline.data.span_cache import Part, SpanCache
 
 _WORKERS = 2
-"""Number of parts downloaded at a time: more would slow down the one that is needed first."""
+"""Number of parts downloaded at a time: more would delay the part that is needed first."""
 _WAIT_S = (0.2, 1.0)
-"""Seconds between two checks for room: the first pause, and the longest."""
+"""Seconds between checks for room: the first pause, and the longest."""
 _RETRY_S = (1.0, 60.0)
-"""Seconds between two attempts to read a store that fails: the first pause, and the longest."""
+"""Seconds between attempts to read a failing store: the first pause, and the longest."""
 
 
 class _GivenUp(Exception):  # noqa: N818  not an error
-    """A part is not wanted any more, or is waited for and cannot be had at once."""
+    """A part is no longer wanted, or the rank waits for it and it cannot be read at once."""
 
 
 class ReadAheadProcess:
-    """Downloads parts, several at a time, in the order in which they were asked for.
+    """Downloads parts, several at a time, in the order in which they were requested.
 
     Args:
         cache: cache that stores the parts.
@@ -91,7 +91,7 @@ class ReadAheadProcess:
                 stored = self._fetch(plan, wanted)
             except _GivenUp:
                 pass
-            except (DataError, OSError) as error:  # whoever reads the part meets it again, and ends with it
+            except (DataError, OSError) as error:  # the rank that reads the part meets the error again, and ends
                 self._warn(str(error))
             with self._changed:
                 if plan == self._plan:
@@ -131,7 +131,7 @@ class ReadAheadProcess:
                 wait_s = min(2 * wait_s, _RETRY_S[1])
                 continue
             if any(len(each) != size for each, (_, _, size) in zip(data, part.spans, strict=True)):
-                raise _GivenUp  # an object is too short: whoever reads it says so
+                raise _GivenUp  # an object is too short: the rank that reads it reports that
             return data
 
     def _fetch_index(self, plan: int, index: Index) -> None:
@@ -142,7 +142,7 @@ class ReadAheadProcess:
                 self._warn(str(error).splitlines()[0])
 
     def _pause(self, plan: int, part: Part, seconds: float) -> None:
-        """Waits; raises _GivenUp if the part is not wanted any more, or if it or a later one is waited for by now."""
+        """Waits; raises _GivenUp if the part is no longer wanted, or the rank already waits for it or a later part."""
         with self._changed:
             self._changed.wait_for(lambda: plan != self._plan or self._is_late(part), timeout=seconds)
             if plan != self._plan or (seconds and self._is_late(part)):
@@ -152,7 +152,7 @@ class ReadAheadProcess:
         return self._numbers.get(part.key, 0) <= self._needed
 
     def _need(self, key: str) -> None:
-        """Notes that the rank waits for a part, which may not have been asked for yet; it does so in order."""
+        """Notes that the rank waits for a part, perhaps before its request arrives. The rank reads parts in order."""
         if key in self._numbers:
             self._needed = max(self._needed, self._numbers[key])
             self._early.discard(key)
@@ -170,7 +170,7 @@ class ReadAheadProcess:
 def main() -> None:
     """Runs until the standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are sent to all processes of a job: the rank decides
+        signal.signal(number, signal.SIG_IGN)  # signals go to all processes of a job: the rank decides
     given = json.loads(sys.stdin.readline())
     ReadAheadProcess(SpanCache(Path(given["folder"]), limit=given["limit"])).run()
     os._exit(0)  # its threads may be waiting for a store

@@ -1,10 +1,10 @@
-"""Shards of tokens directories in object stores: spans are read in the order of the samples, ahead of the training.
+"""Reads shards of tokens directories in object stores: spans in the order of the samples, ahead of the training.
 
-A training run reads them through a bounded cache on a disk of this host (`read_ahead`). Without one, as in verbs that
-score some samples, spans are read ahead into memory, for at most two groups of steps (`StepLoader`). The index of a
-shard is copied to this host when a document boundary in it is asked for, and has the checksum of the manifest. The
-bytes of a span are not compared with the shard's checksum, which is of the whole file; sizes are compared when the
-directory is opened, and the cache has checksums of its own.
+A training run reads spans through a bounded cache on a disk of this host (`read_ahead`). Without a cache, as in verbs
+that score some samples, spans are read ahead into memory, for at most two groups of steps (`StepLoader`). The index of
+a shard is copied to this host when one of its document boundaries is needed, and is compared with the manifest's
+checksum. The bytes of a span are not, since the shard's checksum covers the whole file. Sizes are compared when the
+directory is opened, and the cache has its own checksums.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from pipeline.data.read_ahead import Index, ReadAhead, fetch_index
 from pipeline.data.span_cache import Bytes, Part
 
 _AT_ONCE = 32
-"""Number of concurrent requests for data that is read without the cache."""
+"""Number of concurrent requests for data read without the cache."""
 _OTHERS_S = 30.0
-"""Seconds to wait for another process that downloads a part this one needs now."""
+"""Seconds to wait for another process that is downloading a part needed now."""
 _DTYPES: dict[int, np.dtype[Any]] = {
     size: np.dtype(name) for size, name in {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}.items()
 }
-"""Size of an id in bytes -> its dtype. Signed ids are never negative, so they are read alike."""
+"""Size of an id in bytes -> its dtype. Signed ids are never negative, so they are read as unsigned."""
 Read = Callable[[], bytes | memoryview]
 
 
@@ -61,7 +61,7 @@ class RemoteShards:
         self._indexes: dict[str, TokenFile] = {}
 
     def open(self, url: str, *, stat_files: bool) -> tuple[Path, Manifest]:
-        """Opens a tokens directory: its part on this host, and its manifest. Each is read and listed once.
+        """Opens a tokens directory, once; returns its part on this host, and its manifest.
 
         Args:
             url: URL of the directory.
@@ -82,7 +82,7 @@ class RemoteShards:
         return self._directories[url]
 
     def another(self) -> RemoteShards:
-        """A reader of the same directories whose read-ahead is apart, for use beside this one."""
+        """Makes a second reader of the same directories, with its own read-ahead."""
         found = RemoteShards()
         found._directories, found._looked_at = self._directories, self._looked_at
         return found
@@ -107,11 +107,11 @@ class RemoteShards:
         self._ask(self.tokens(spans))
 
     def read_ahead_masks(self, spans: Sequence[ShardSpan]) -> None:
-        """Asks the store for loss masks, which belong to the tokens that were asked for last."""
+        """Requests loss masks from the store, for the tokens requested last."""
         self._ask(masks(spans))
 
     def read_parts_ahead(self, parts: Iterable[Sequence[Bytes]], step: int) -> None:
-        """Asks for all spans of the steps from `step` on, in the parts in which they are cached; see `read_ahead`."""
+        """Requests the spans of the steps from `step` on, in the parts in which they are cached; see `read_ahead`."""
         self._group += 1
         for key, (group, read) in list(self._asked.items()):
             if group < self._group - 1:
@@ -138,19 +138,19 @@ class RemoteShards:
         return found
 
     def index(self, prefix: str) -> Index:
-        """The index of a shard."""
+        """Returns the index of a shard."""
         url, manifest = self._directory(prefix)
         name = f"{prefix.removeprefix(f'{url}/')}.idx"
         folder = cache_root() / "indexes" / f"{PurePosixPath(url).name}-{manifest.fingerprint[:16]}"
         return Index(f"{prefix}.idx", str(folder / name), manifest.files[name]["sha256"])
 
     def index_bytes(self, prefix: str) -> int:
-        """Size of the index of a shard."""
+        """Returns the size of the index of a shard."""
         url, manifest = self._directory(prefix)
         return int(manifest.files[f"{prefix.removeprefix(f'{url}/')}.idx"]["bytes"])
 
     def tokens(self, spans: Sequence[ShardSpan]) -> list[Bytes]:
-        """The byte ranges of the tokens of spans."""
+        """Returns the byte ranges of the tokens of spans."""
         return [_bytes(each, ".bin", self._dtype(each).itemsize) for each in spans]
 
     def _directory(self, prefix: str) -> tuple[str, Manifest]:
@@ -172,7 +172,7 @@ class RemoteShards:
                 self._asked[each] = self._group, self._pool.submit(read_range, *each).result
 
     def _ask_cached(self, ahead: ReadAhead, part: Part) -> None:
-        """Reads a part in a thread: from the cache, or from the store where the cache does not have it."""
+        """Reads a part in a thread, from the cache or, if it is not there, from the store."""
         loading: Future[Sequence[bytes | memoryview]] = Future()
 
         def load() -> None:
@@ -231,7 +231,7 @@ def check_objects(url: str, manifest: Manifest) -> None:
     """Compares the sizes of a directory's objects with its manifest; one listing.
 
     Raises:
-        DataError: names the first that is missing or has another size.
+        DataError: an object is missing or has another size; names the first.
         StorageError: the store cannot be read.
     """
     found = objects_below(url)
@@ -244,7 +244,7 @@ def check_objects(url: str, manifest: Manifest) -> None:
 
 
 def masks(spans: Sequence[ShardSpan]) -> list[Bytes]:
-    """The byte ranges of the loss masks of spans."""
+    """Returns the byte ranges of the loss masks of spans."""
     return [_bytes(each, MASK, 1) for each in spans]
 
 

@@ -1,11 +1,11 @@
 """Sample order: the source and window of global sample i, as a pure function of (sizes, mixing weights, seed, i).
 
-World size, batch split, workers and restarts do not enter (law 1); the data state of a run is the number of samples
-consumed.
+The order does not depend on world size, batch split, workers or restarts (law 1), so the data state of a run is the
+number of samples consumed.
 
-Two steps: the mixture (`weighted_sources`) says which source sample i belongs to, as its k-th sample; the shuffle, in
-O(1), which window that is. Sample k of a source with n windows is in epoch k // n; each epoch is its own permutation
-of the windows.
+The order is computed in two steps. The mixture (`weighted_sources`) determines the source of sample i, and that it is
+the source's k-th sample. The shuffle then computes, in O(1), the window of that sample. Sample k of a source with n
+windows is in epoch k // n; each epoch is another permutation of the windows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SampleOrder:
 
     Args:
         windows: number of windows of each source, each at least 1.
-        weights: relative mixing weight of each source, at least one above 0. Any weight above 0 is drawn eventually.
+        weights: relative mixing weight of each source, at least one above 0. Every source above 0 is drawn eventually.
         seed: seed of the run.
         later: stages with other weights, in ascending order.
 
@@ -54,7 +54,7 @@ class SampleOrder:
         self._sources = WeightedSources([MixtureStage(0, tuple(weights)), *later])
 
     def locate(self, samples: npt.ArrayLike) -> SampleLocation:
-        """The locations of global samples.
+        """Returns the locations of global samples.
 
         Args:
             samples: int64 [n], counted from 0 over the whole run.
@@ -67,7 +67,7 @@ class SampleOrder:
         return SampleLocation(source, window)
 
     def samples_drawn(self, samples: int) -> I64:
-        """Number of samples drawn from each source among the first `samples`: int64 [sources]."""
+        """Returns the number of samples drawn from each source among the first `samples`: int64 [sources]."""
         return self._sources.samples_drawn(samples)
 
     def epochs(self, samples: int) -> list[float]:

@@ -26,11 +26,11 @@ class Skips:
     skips: tuple[Skip, ...] = ()
 
     def data_step(self, step: int) -> int:
-        """The data step, from 1, that a step trains on."""
+        """Returns the data step, from 1, that a step trains on."""
         return step + sum(skip.steps for skip in self.skips if skip.at <= step)
 
     def past(self, bad_step: int, *, since: int) -> Skips:
-        """These skips and a new one: all data from a checkpoint up to and including a bad step.
+        """Adds a skip of all data from a checkpoint up to and including a bad step.
 
         Skips after the checkpoint are dropped, since the new one covers their data.
 
@@ -44,17 +44,17 @@ class Skips:
         return Skips((*before, Skip(since + 1, window)))
 
     def samples(self, step: int, *, per_step: int) -> range:
-        """Global sample numbers of a step of `per_step` samples."""
+        """Returns the global sample numbers of a step of `per_step` samples."""
         first = (self.data_step(step) - 1) * per_step
         return range(first, first + per_step)
 
     def plain(self) -> list[list[int]]:
-        """The skips as plain JSON: [[at, steps], ...]."""
+        """Returns the skips as plain JSON: [[at, steps], ...]."""
         return [[skip.at, skip.steps] for skip in self.skips]
 
     @classmethod
     def of(cls, plain: Iterable[Sequence[int]] | None) -> Skips:
-        """Makes skips from what `plain` returns; no skips from None."""
+        """Makes skips from the lists that `plain` returns; None gives no skips."""
         return cls(tuple(Skip(int(at), int(steps)) for at, steps in plain or ()))
 
 
@@ -62,12 +62,13 @@ NO_SKIPS = Skips()
 
 
 def skips_of(details: Mapping[str, Any], events: Iterable[Mapping[str, Any]], *, step: float) -> Skips:
-    """Skips of a run that resumes after a step: the newest rollback's up to it, or else the checkpoint's.
+    """Returns the skips of a run that resumes after a step.
 
-    A rollback is in the journal before the next checkpoint records it.
+    These are the skips of the newest rollback up to that step, or else of the checkpoint: a rollback is in the journal
+    before the next checkpoint records it.
 
     Args:
-        details: details in the manifest of the checkpoint that is resumed; may have no skips.
+        details: details in the manifest of the resumed checkpoint; may have no skips.
         events: event rows of the journal, in order.
         step: the step of the checkpoint; infinity for all known skips.
     """

@@ -1,10 +1,10 @@
-"""A bounded cache on a disk of this host for spans of shards that are in object stores; its processes share it.
+"""A bounded cache on a disk of this host for spans of shards in object stores; all processes of the host share it.
 
-A part holds the spans that a rank reads together, of some optimizer steps, in one file that is whole or absent, with
-the SHA-256 of its data. The file's name has its order of samples and its step, which decide what is evicted: parts that
-no reader needs any more go first, then those whose step is furthest from its reader's. Readers are files that living
-processes lock. A killed process leaves no partial file under such a name; one that a disk has lost or changed is found
-by its SHA-256 when it is read, and downloaded again.
+A part holds the spans that a rank reads together for some optimizer steps, in one file with the SHA-256 of its data.
+The file's name contains the order of samples and the step, by which parts are evicted: first parts that no reader needs
+any more, then parts whose step is furthest from their reader's. A reader is a file that a living process locks. A
+part's file is complete or absent, even if a process is killed while writing it. A file that the disk has lost or
+changed is detected by its SHA-256 when it is read, and downloaded again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part:
     Attributes:
         order: name of the tokens and the order of samples, in letters and digits.
         step: first optimizer step that needs the part.
-        spans: ranges of objects, whose bytes, back to back, are the part's data.
+        spans: ranges of objects; their bytes, concatenated, are the part's data.
     """
 
     order: str
@@ -47,7 +47,7 @@ class Part:
 
     @cached_property
     def key(self) -> str:
-        """Name of the spans; no others have the same."""
+        """Name of the spans, unique to them."""
         lines = "\n".join(f"{url} {start} {size}" for url, start, size in self.spans)
         return hashlib.sha256(lines.encode()).hexdigest()[:32]
 
@@ -84,7 +84,7 @@ class _Stored:
         return cls(parts[0], int(parts[1]), int(parts[2]), parts[3])
 
     def distance(self, readers: Readers) -> float:
-        """Steps until a reader first needs the part; infinite where none does."""
+        """Returns the steps until a reader first needs the part; infinity if none does."""
         return min((self.step - at for at in readers.get(self.order, ()) if at <= self.step), default=math.inf)
 
 
@@ -92,8 +92,8 @@ class SpanCache:
     """The files of a cache.
 
     Args:
-        folder: folder of the cache, made if need be.
-        limit: most bytes that the parts may take together.
+        folder: folder of the cache; created if missing.
+        limit: largest number of bytes that all parts may take together.
     """
 
     def __init__(self, folder: Path, *, limit: int) -> None:
@@ -111,7 +111,7 @@ class SpanCache:
         return (self.folder / part.stored.name).exists()
 
     def read(self, part: Part) -> memoryview | None:
-        """The data of a part; None where it is not there. One that is damaged is deleted."""
+        """Reads the data of a part; None if it is not there. A damaged part is deleted."""
         path = self.folder / part.stored.name
         try:
             data = memoryview(path.read_bytes())
@@ -123,12 +123,12 @@ class SpanCache:
         return None
 
     def make_room(self, part: Part) -> bool:
-        """Deletes parts that are needed later than this one, as many as it takes; returns whether there is room."""
+        """Deletes as many parts that are needed later than this one as it takes; returns whether there is room."""
         with self._locked():
             return self._make_room(part.stored)
 
     def write(self, part: Part, data: Sequence[bytes]) -> bool:
-        """Stores a part where there is room; returns whether there was.
+        """Stores a part if there is room; returns whether there was.
 
         Raises:
             OSError: the disk is full or fails; nothing is stored.
@@ -136,7 +136,7 @@ class SpanCache:
         digest = hashlib.sha256()
         for each in data:
             digest.update(each)
-        partial = self.folder / ".partial"  # one name: what a killed process has left is written over
+        partial = self.folder / ".partial"  # one name: overwrites what a killed process has left
         with self._locked():
             if not self._make_room(part.stored):
                 return False
@@ -150,7 +150,7 @@ class SpanCache:
         return True
 
     def shrink(self, error: OSError) -> str:
-        """Lowers the limit to what is used, after an error of `write`; returns a warning."""
+        """Lowers the limit to the bytes in use, after an error of `write`; returns a warning."""
         self.limit = min(self.limit, self.used)
         left = f"from now on {self.limit / 1e9:,.3f} GB of it are used; data that has no room is read directly"
         return f"{self.folder}, the cache for tokens in object stores: {error.strerror}; {left}"
@@ -158,7 +158,7 @@ class SpanCache:
     def downloading(
         self, key: str, *, timeout_s: float = math.inf, wait: Callable[[], object] = lambda: None
     ) -> AbstractContextManager[int]:
-        """Held by the process that downloads a part, so that no other does; see `lock_file`."""
+        """Locks a part for the process that downloads it, so that no other does; see `lock_file`."""
         lock = self.folder / f".download-{int(key[:8], 16) % _LOCKS}.lock"
         return lock_file(lock, doing="downloading", timeout_s=timeout_s, wait=wait)
 
@@ -166,7 +166,7 @@ class SpanCache:
     def reader(self, order: str, step: int) -> Iterator[Callable[[int], None]]:
         """Registers this process as a reader of an order, at a step; yields a function that records each later step."""
         path = self._readers / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        unlocked = self.folder / f".{path.name}"  # under its own name it would be taken for one of a process that ended
+        unlocked = self.folder / f".{path.name}"  # under its own name it would look like that of an ended process
         handle = os.open(unlocked, os.O_RDWR | os.O_CREAT, 0o644)
 
         def at(step: int) -> None:

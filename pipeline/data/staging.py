@@ -1,8 +1,8 @@
 """Staging: tokens directories are copied to a disk of this node, and read from there (`data.stage_to`).
 
-Every rank calls `stage`. The first of a node copies, checksums while it copies, and gives the copy its name when it is
-whole; the others wait for it. The copy is a tokens directory of its own, named after the fingerprint, so that the next
-start and other runs on the same tokens use it. A process that is killed leaves nothing under that name.
+Every rank calls `stage`. The first rank of a node copies, computes checksums meanwhile, and renames the copy when it is
+complete; the others wait for it. The copy is a tokens directory itself, named after the fingerprint, so that the next
+start and other runs on the same tokens use it. A killed process leaves nothing under that name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foundation.remote_directory import fetch_files, read_remote_manifest
 
 _CHUNK = 8 << 20
 _MARGIN = 1.02
-"""Space required, relative to the files' sizes: for directories, and blocks that are not full."""
+"""Space required, relative to the files' sizes: includes directories and partly filled blocks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StagedCopy:
     Attributes:
         original: the tokens directory, or its URL.
         path: path of the copy.
-        copied_bytes: bytes that this process copied; 0 where the copy was there, or another process made it.
+        copied_bytes: bytes that this process copied; 0 if the copy existed or another process made it.
         seconds: seconds spent on copying, or on waiting for another process to copy.
     """
 
@@ -56,7 +56,7 @@ class StagedCopy:
 
 
 def copy_path(to: Path, origin: str | Path, manifest: Manifest) -> Path:
-    """The path of the copy of a tokens directory."""
+    """Returns the path of the copy of a tokens directory."""
     return to / f"{PurePosixPath(origin).name}-{manifest.fingerprint[:16]}"
 
 
@@ -66,7 +66,7 @@ def check_space(to: Path, origin: str | Path, manifest: Manifest) -> None:
     Space of files that the copy removes first, such as partial copies, counts as free.
 
     Raises:
-        DataError: says what is needed, what is free, and which other copies are there.
+        DataError: there is no room; names the space needed, the space free, and the other copies there.
     """
     final = copy_path(to, origin, manifest)
     if _is_whole(final, manifest):
@@ -82,16 +82,16 @@ def check_space(to: Path, origin: str | Path, manifest: Manifest) -> None:
 
 
 def stage(to: Path, origin: str | Path, manifest: Manifest, *, progress: Callable[[], None]) -> StagedCopy:
-    """Copies a tokens directory to this node's disk, unless the disk has a whole copy.
+    """Copies a tokens directory to this node's disk, unless the disk has a complete copy.
 
     Args:
-        to: directory on the node's disk; made if need be.
+        to: directory on the node's disk; created if missing.
         origin: the tokens directory, or its URL.
         manifest: manifest of the tokens directory.
         progress: function that is called while bytes are copied, and while another process copies.
 
     Raises:
-        DataError: there is no room, or a file's checksum is not the manifest's.
+        DataError: there is no room, or a file's checksum differs from the manifest's.
         StorageError: the store cannot be read.
     """
     began, final, original = time.monotonic(), copy_path(to, origin, manifest), str(origin)
@@ -109,7 +109,7 @@ def stage(to: Path, origin: str | Path, manifest: Manifest, *, progress: Callabl
 
 @contextmanager
 def in_use(copy: Path) -> Iterator[None]:
-    """Keeps other runs from removing a copy while this process reads it; to be entered before `stage`."""
+    """Keeps other runs from removing a copy while this process reads it; must be entered before `stage`."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(_used(copy), doing=f"removing {copy}", shared=True, timeout_s=math.inf):
         yield
@@ -120,7 +120,7 @@ def remove_copy(copy: Path) -> bool:
     try:
         with lock_file(_used(copy), doing=f"reading {copy}"):
             going = copy.parent / f".{copy.name}.removed.partial"
-            copy.rename(going)  # what is half removed must not look whole
+            copy.rename(going)  # a half-removed copy must not look complete
             shutil.rmtree(going)
     except (LockedError, OSError):  # in use, or another process has removed it
         return False
@@ -128,7 +128,7 @@ def remove_copy(copy: Path) -> bool:
 
 
 def _used(copy: Path) -> Path:
-    """The lock file that readers of a copy hold, shared."""
+    """Returns the path of the lock file on which readers of a copy hold a shared lock."""
     return copy.parent / f".{copy.name}.used"
 
 
@@ -145,7 +145,7 @@ def _copy(origin: str, final: Path, manifest: Manifest, progress: Callable[[], N
         (partial / MANIFEST).write_bytes(text)
         sync(partial / MANIFEST)
         sync(partial)
-        with suppress(OSError):  # another host has put it there, where the disk is shared after all
+        with suppress(OSError):  # another host has put it there: the disk is shared after all
             partial.rename(final)
         sync(final.parent)
     finally:
@@ -186,7 +186,7 @@ def _is_whole(copy: Path, manifest: Manifest) -> bool:
 
 
 def _left_behind(final: Path) -> list[Path]:
-    """Paths to remove before a copy is made: a damaged copy, and partial ones of processes that were killed.
+    """Paths to remove before a copy is made: a damaged copy, and partial copies of killed processes.
 
     Partial copies of other hosts stay, in case the disk is shared after all.
     """
@@ -195,9 +195,9 @@ def _left_behind(final: Path) -> list[Path]:
 
 
 def _bytes_on_disk(directory: Path) -> int:
-    """Bytes of the blocks of a directory's files; 0 for one that does not exist."""
+    """Returns the bytes of the disk blocks of a directory's files; 0 for a directory that does not exist."""
     found = 0
     for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):  # another process may be removing it, or giving it its name
+        with suppress(FileNotFoundError):  # another process may be removing or renaming it
             found += path.lstat().st_blocks * 512
     return found

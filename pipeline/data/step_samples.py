@@ -17,9 +17,9 @@ from pipeline.data.span_cache import Part
 
 _LOCATED_ROWS: Final = 2048
 _LOCATED_TOKENS: Final = 1 << 24
-"""Rows and tokens that are located together and read ahead: some 32 MB."""
+"""Largest numbers of rows and of tokens that are located together and read ahead: some 32 MB."""
 PARTS_IN_CACHE: Final = 4
-"""Least number of groups of steps, of all ranks of a host, that fit into the cache for object stores."""
+"""Least number of groups of steps, with the data of all ranks, that fit into the cache for object stores."""
 
 
 class StepSamples:
@@ -31,7 +31,7 @@ class StepSamples:
         dp_rank: coordinate of this rank on the data-parallel axis.
         steps: (first, last) step, counted from 1, both included.
         skips: data steps that are skipped.
-        counts_own: whether the rank counts the targets of its own samples, not those of the whole step.
+        counts_own: whether the rank counts only the targets of its own samples, not of the whole step.
         documents: whether document boundaries of the samples are read.
     """
 
@@ -57,11 +57,11 @@ class StepSamples:
         return self._of_rows >= self._batch.samples
 
     def all(self, step: int) -> npt.NDArray[np.int64]:
-        """Global numbers of all samples of a step."""
+        """Returns the global numbers of all samples of a step."""
         return np.asarray(self._first_sample(step) + np.arange(self._batch.samples), dtype=np.int64)
 
     def counted(self, step: int) -> npt.NDArray[np.int64]:
-        """The samples of a step whose targets this rank counts: its own rows', or all."""
+        """Global numbers of the samples of a step whose targets this rank counts: those in its own rows, or all."""
         if not self._counts_own:
             return self.all(step)
         return np.asarray(self._first_sample(step) + self._of_rows[~self.padding], dtype=np.int64)
@@ -70,15 +70,15 @@ class StepSamples:
         return self._skips.samples(step, per_step=self._batch.samples)[0]
 
     def rows(self, step: int) -> npt.NDArray[np.int64]:
-        """Global sample numbers of this rank's rows of a step; padding rows repeat the last sample."""
+        """Returns the global sample numbers of this rank's rows of a step; padding rows repeat the last sample."""
         rows = np.minimum(self._of_rows, self._batch.samples - 1)
         return np.asarray(self._first_sample(step) + rows, dtype=np.int64)
 
     def located(self) -> Iterator[tuple[int, SampleLocation]]:
-        """Yields every step with the locations of its rows, computed for many steps together, which is cheaper.
+        """Yields every step with the locations of its rows; computing them for many steps together is cheaper.
 
         Readahead of the next group is requested while the current one is used, so that a slow file system reads
-        concurrently and in advance. With loss masks it covers those of the samples whose targets are counted here.
+        concurrently and in advance. It includes the loss masks of the samples whose targets this rank counts.
         """
         ahead: tuple[range, SampleLocation] | None = None
         for steps in self._groups():
@@ -93,10 +93,10 @@ class StepSamples:
             yield from _by_step(*ahead)
 
     def _groups(self) -> Iterator[range]:
-        """Steps that are located and read ahead together.
+        """Yields groups of steps that are located and read ahead together.
 
-        With a cache, groups begin at multiples of their size, a power of two, whatever the first step is: so a run that
-        resumes finds them, except for the first ones.
+        With a cache, groups begin at multiples of their size, a power of two, whatever the first step is. A resumed run
+        therefore finds the cached groups, except for the first few.
         """
         most = min(_LOCATED_ROWS, _LOCATED_TOKENS // self._batch.sequence_length)
         counts_all_masks = self._mixture.masked and not self._counts_own
@@ -138,12 +138,12 @@ class StepSamples:
 
 
 def step_bytes_of(batch: BatchSizes, *, masked: bool) -> int:
-    """Bytes that all ranks read of an object store in a step, at most: ids of 4 bytes, and loss masks."""
+    """Upper limit of the bytes that all ranks read from an object store in a step: ids of 4 bytes, and loss masks."""
     return batch.samples * (batch.sequence_length + 1) * (5 if masked else 4)
 
 
 def largest_power_of_two(limit: int) -> int:
-    """The largest power of two that is at most a number; 1 for numbers below."""
+    """Returns the largest power of two that is at most `limit`, and at least 1."""
     return 1 << max(0, limit.bit_length() - 1)
 
 
@@ -152,7 +152,7 @@ def _lowest_bit(number: int) -> int:
 
 
 def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
-    """Index in the step of each row of a rank, over its micro-batches; from `batch.samples` on, rows are padding."""
+    """Index in the step of each row of a rank, over its micro-batches; indices from `batch.samples` on are padding."""
     if batch.shares is not None:
         return np.asarray(batch.shares.samples(dp_rank), dtype=np.int64)
     starts = dp_rank * batch.micro + np.arange(batch.accumulation) * batch.dp * batch.micro
@@ -164,7 +164,7 @@ def samples_of_rows(batch: BatchSizes, dp_rank: int) -> npt.NDArray[np.int64]:
 
 
 def most_on_a_rank(batch: BatchSizes, samples: npt.NDArray[np.int64]) -> int:
-    """The largest number of the given samples of a step on one rank."""
+    """Counts the given samples of a step on the rank that has the most of them."""
     return int(np.bincount(samples // batch.micro % batch.dp, minlength=1).max())
 
 

@@ -1,4 +1,4 @@
-"""A sample as it is trained on: after fill-in-the-middle, with the positions that enter the loss. Without torch."""
+"""A sample as the model trains on it: after fill-in-the-middle, with the positions that enter the loss. No torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TrainedDocument:
 
     Attributes:
         origin: slice of the document that the tokens come from.
-        tokens: int64 [n], in the order the model reads them.
-        targets: bool [n], whether the token is predicted: its loss is part of the step's.
+        tokens: int64 [n], ids in the order the model reads them.
+        targets: bool [n], whether the token is predicted, and its loss part of the step's.
     """
 
     origin: DocumentSlice
@@ -29,12 +29,12 @@ class TrainedDocument:
 
     @property
     def rearranged(self) -> bool:
-        """Whether fill-in-the-middle has changed the order of its tokens."""
+        """Whether fill-in-the-middle has changed the order of the tokens."""
         return not np.array_equal(self.tokens, self.origin.tokens[: self.tokens.size])
 
 
 def trained_documents(mixture: DataMixture, number: int, *, mask_documents: bool) -> Iterator[TrainedDocument]:
-    """The documents of a sample, in order, as the loader hands them to the model; padding is left out.
+    """Yields the documents of a sample, in order, as the loader hands them to the model; padding is left out.
 
     Args:
         mixture: the data of the run.
@@ -46,12 +46,12 @@ def trained_documents(mixture: DataMixture, number: int, *, mask_documents: bool
     targets = mixture.loss_mask(location) if mixture.masked else np.ones(row.shape, dtype=np.bool_)
     if mixture.fim is not None:
         row, boundaries = mixture.fim.rows(row, boundaries, samples), mixture.fim.boundaries(boundaries, samples)
-    targets[:, 0] = False  # nothing precedes it
+    targets[:, 0] = False  # no token precedes the first one
     boundaries.clear_non_targets(targets[:, 1:], masked=mask_documents)
     end = row.shape[1] if boundaries.used is None else int(boundaries.used[0])
     cuts = [0, *sorted(boundaries.at.tolist()), end]
     slices = document_slices(mixture.sources[int(location.source[0])], int(location.window[0]))
-    # fill-in-the-middle lengthens documents: the last ones may have left the sample, which zip leaves out
+    # fill-in-the-middle lengthens documents: zip leaves out the last ones, which may have left the sample
     for origin, start, stop in zip(slices, cuts, cuts[1:], strict=False):
         yield TrainedDocument(origin, row[0, start:stop].astype(np.int64), targets[0, start:stop])
 
@@ -74,7 +74,7 @@ class DocumentSlice:
 
 
 def document_slices(dataset: TokenDataset, window: int) -> Iterator[DocumentSlice]:
-    """The documents' parts that make up a sample's T + 1 tokens, in order, without padding.
+    """Yields the parts of documents that make up a sample's T + 1 tokens, in order, without padding.
 
     Args:
         dataset: a split.

@@ -1,9 +1,9 @@
 """The mixture: the source of global sample i, in proportion to mixing weights, in O(log sources).
 
-The sources are the leaves of a binary tree. Of the first n samples at a node, round(n x share) belong to its left
-child, for every n: each source is spread evenly, and its samples in a whole run are exact to a few. So sample i belongs
-to one source and is that source's k-th sample. Weights may change at given samples (a curriculum): each stage has a
-tree of its own and continues the counts of the stage before.
+The sources are the leaves of a binary tree. For every n, round(n x share) of the first n samples at a node belong to
+its left child. Each source is therefore spread evenly, and its number of samples in a whole run is exact to a few. So
+sample i belongs to one source and is that source's k-th sample. Weights may change at given samples (a curriculum):
+each stage has its own tree and continues the counts of the previous stage.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy.typing as npt
 from pipeline.data.permutation import U64
 
 _ONE = 1 << 32
-"""Denominator of the shares at a node: after so many samples, their rounding error is half a sample."""
+"""Denominator of the shares at a node: after 2^32 samples, a share's rounding error is half a sample."""
 
 I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """Stage of a curriculum: from sample `start` on, `weights` apply, one per source; 0 draws nothing from it."""
+    """Stage of a curriculum: from sample `start` on, `weights` apply, one per source; weight 0 draws nothing."""
 
     start: int
     weights: tuple[float, ...]
@@ -34,8 +34,8 @@ class WeightedSources:
     """The sources that the samples of a run are drawn from.
 
     Args:
-        stages: stages in ascending order, the first from sample 0; at least one weight of each is above 0. Any source
-            with a weight above 0 is drawn eventually.
+        stages: stages in ascending order, the first from sample 0; each has at least one weight above 0. Every source
+            above 0 is drawn eventually.
     """
 
     def __init__(self, stages: Sequence[MixtureStage]) -> None:
@@ -48,7 +48,7 @@ class WeightedSources:
             self._before.append(self._before[-1] + self._drawn_in(number, length))
 
     def locate(self, samples: I64) -> tuple[I64, I64]:
-        """Source of each global sample, and its index among that source's samples: int64 [n] each."""
+        """Returns the source of each global sample, and its index among that source's samples: int64 [n] each."""
         source, nth = np.empty_like(samples), np.empty_like(samples)
         stage = np.searchsorted(self._starts, samples, side="right") - 1
         for number in np.unique(stage):
@@ -57,12 +57,12 @@ class WeightedSources:
         return source, nth
 
     def samples_drawn(self, samples: int) -> I64:
-        """Number of samples drawn from each source among the first `samples`: int64 [sources]."""
+        """Returns the number of samples drawn from each source among the first `samples`: int64 [sources]."""
         stage = int(np.searchsorted(self._starts, samples, side="right")) - 1
         return self._before[stage] + self._drawn_in(stage, samples - int(self._starts[stage]))
 
     def _locate_in(self, stage: int, samples: I64) -> tuple[I64, I64]:
-        """Locates samples, as `locate` does, that are counted from the stage's first one."""
+        """Locates samples as `locate` does; their numbers count from the stage's first sample."""
         node, nth = np.zeros_like(samples), samples
         for shares in self._trees[stage]:
             share = shares[node]
@@ -91,14 +91,14 @@ def _tree(weights: Sequence[float]) -> list[U64]:
         left, right = sums[::2], sums[1::2]
         sums = left + right
         share = np.rint(np.divide(left, sums, out=np.zeros_like(sums), where=sums > 0) * _ONE)
-        # a share above 0 is at least one unit, and leaves at least one to the other side
+        # a share above 0 is at least one unit, and leaves at least one unit to the other child
         share = np.clip(share, left > 0, np.where(right > 0, _ONE - 1, _ONE))
         levels.insert(0, share.astype(np.uint64))
     return levels
 
 
 def _to_left(samples: I64, share: U64) -> I64:
-    """round(samples x share / 2^32), halves up: int64 [n]. Computed in two parts, neither of which exceeds 64 bits."""
+    """Returns round(samples x share / 2^32), halves up: int64 [n]. Computed in two parts that each fit 64 bits."""
     whole, rest = np.divmod(samples.astype(np.uint64), np.uint64(_ONE))
     part: I64 = (whole * share + (rest * share + np.uint64(_ONE // 2)) // np.uint64(_ONE)).astype(np.int64)
     return part

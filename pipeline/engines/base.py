@@ -24,9 +24,9 @@ from pipeline.engines.objective import Objective
 from pipeline.engines.parallel.decoder import Decoder
 
 HostValues = Callable[[], Sequence[float]]
-"""Callback for numbers of this rank's own, called once per step on every rank; the step's result has their sums.
+"""Callback that returns this rank's numbers, called once per step on every rank; the step's result has their sums.
 
-They travel with the loss in the step's one all-reduce, fp64. All ranks return the same count.
+The numbers are summed with the loss in the step's one all-reduce, fp64. All ranks return equally many.
 """
 
 
@@ -49,13 +49,13 @@ class StepOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class UpdateLimits:
-    """Limits of loss and gradient norm for an update; known before the step, so that a device can decide alone.
+    """Limits of loss and gradient norm for an update, set before the step, so that the device can decide alone.
 
     Attributes:
         loss: largest loss.
         grad_norm: largest gradient norm before clipping.
-        repetition: the step was executed before: whatever keeps it from being applied counts as `REFUSED`, so that
-            fp16's loss scale stays as it is.
+        repetition: whether the step was executed before. Then any reason not to apply it counts as `REFUSED`, so that
+            fp16's loss scale does not change.
     """
 
     loss: float = math.inf
@@ -70,7 +70,7 @@ class UpdateLimits:
         Args:
             loss: mean loss of the step, nats per token.
             grad_norm: gradient norm before clipping.
-            scaled: the loss is scaled (fp16).
+            scaled: whether the loss is scaled (fp16).
         """
         found = self._outcome(loss, grad_norm, scaled=scaled)
         return StepOutcome.REFUSED if self.repetition and found is not StepOutcome.APPLIED else found
@@ -98,11 +98,11 @@ class StepResult:
 
     Attributes:
         loss: mean objective over the target tokens of the step, nats per token; NaN if it has none (`GuardedStepper`).
-        parts: means of the objective's named parts, and what every `StepMeasure` reports.
-        grad_norm: 2-norm of the global gradient before clipping; infinite or NaN where it was not finite.
+        parts: means of the objective's named parts, and the values that every `StepMeasure` reports.
+        grad_norm: 2-norm of the global gradient before clipping; may be infinite or NaN.
         outcome: whether the weights were updated, and if not, why.
         loss_scale: fp16's loss scale in this step; None in other precisions.
-        host_sums: the sums over all ranks of the step's `HostValues`.
+        host_sums: sums of the step's `HostValues` over all ranks.
     """
 
     loss: float
@@ -128,12 +128,12 @@ class EvaluationSums:
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's copy of values that several ranks hold and that should be bit-identical on all of them.
+    """This rank's copy of values that should be bit-identical on several ranks.
 
     Attributes:
         name: Hugging Face name of the parameter.
-        values: any shape and dtype; the same shape on all ranks of the group.
-        group: the ranks that hold a copy.
+        values: the copy, of any dtype and of the same shape on all ranks of the group.
+        group: the ranks that have a copy.
     """
 
     name: str
@@ -142,20 +142,20 @@ class Replica:
 
 
 class GradientExchange(Protocol):
-    """Sums the gradients of a step over replicas of the model that this engine does not know of."""
+    """Sums the gradients of a step over replicas of the model outside of this engine."""
 
     def __call__(self, step: StepBatch, gradients: Sequence[Tensor], sums: Tensor) -> Sequence[MicroBatch]:
         """Sums the gradients of a step; called after its backward passes, before clipping and update. Collective.
 
         Args:
             step: the step's batch, whose micro-batches have been run.
-            gradients: this rank's gradient shards, fp32, of all trained parameters; replaced in place by the sums over
-                the replicas when nothing is returned.
-            sums: [1 + parts], sums of the loss and its parts; replaced in the same way.
+            gradients: this rank's gradient shards, fp32, of all trained parameters. Unless micro-batches are returned,
+                they are replaced in place by the sums over the replicas.
+            sums: [1 + parts], sums of the loss and its parts, replaced likewise.
 
         Returns:
-            Micro-batches of this rank, as many on all ranks, that are to be run first, their gradients and sums added;
-            then it is called again.
+            More micro-batches for this rank, equally many on all ranks. The caller runs them, adds their gradients and
+            sums, and calls again.
         """
         ...
 
@@ -165,7 +165,7 @@ class ExchangesGradients(Protocol):
     """An engine whose gradients can be summed over replicas of the model."""
 
     def exchange_gradients_by(self, exchange: GradientExchange) -> None:
-        """Sets the exchange to use from the next step on; each step is then finished before the next one begins."""
+        """Sets the exchange to use from the next step on; each step then finishes before the next begins."""
         ...
 
 
@@ -190,10 +190,10 @@ class StepMeasure(Protocol):
 
 
 class PendingStep(Protocol):
-    """A step that was begun: a device may still be at work on it."""
+    """A step that was begun; the device may still be computing it."""
 
     def result(self) -> StepResult:
-        """Waits for the step's numbers; the same result at every call.
+        """Waits for the step's numbers; every call returns the same result.
 
         Raises:
             TrainingError: fp16 overflows at its smallest loss scale.
@@ -208,7 +208,7 @@ class FinishedStep:
     known: StepResult
 
     def result(self) -> StepResult:
-        """See `PendingStep.result`."""
+        """Implements `PendingStep.result`."""
         return self.known
 
 
@@ -216,8 +216,8 @@ class Engine(Protocol):
     """Executes training steps of one model under one layout. Every method is collective: all ranks call it.
 
     Attributes:
-        deferred: results are worth waiting for after the next step was begun: `begin_step` returns while the device is
-            at work, and takes the step before as `after`. Otherwise steps are begun one by one.
+        deferred: whether `begin_step` returns while the device is still at work. Callers then request a step's result
+            after beginning the next step, with the previous one as `after`. Otherwise each step finishes first.
     """
 
     rank: int
@@ -242,9 +242,9 @@ class Engine(Protocol):
             step: the micro-batches.
             lr: learning rate.
             limits: largest loss and gradient norm with which the update is made.
-            after: the step before, if its result has not been asked for. If that one is not applied, neither is this
-                one, whatever its result says; only with `deferred`.
-            host_values: callback for numbers of this rank's own, whose sums over all ranks are in the result.
+            after: the previous step, if its result has not been requested; only with `deferred`. If that step is not
+                applied, neither is this one, whatever its own numbers.
+            host_values: callback that returns this rank's numbers; their sums over all ranks are in the result.
         """
         ...
 
@@ -257,26 +257,26 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """Computes the cross-entropy of batches, without gradients. Every rank must pass equally many batches."""
+        """Computes the cross-entropy of batches, without gradients. Every rank must pass the same number of batches."""
         ...
 
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
         """Runs forward passes in evaluation mode, without gradients; only the objective keeps their results.
 
-        The next batch is asked for after the pass before, so that it can be made from the results; with pipeline
-        parallelism it may be asked for earlier. Every rank must pass the same number of batches.
+        Each batch is requested after the previous pass, so that it can be made from the results; with pipeline
+        parallelism it may be requested earlier. Every rank must pass the same number of batches.
 
         Args:
             batches: micro-batches of any shape, including `parallel.decoding.DecodingBatch`.
-            objective: called with the logits, on ranks of the last pipeline stage; what it returns is not used.
+            objective: objective called with the logits, on ranks of the last pipeline stage; its result is not used.
         """
         ...
 
     def state(self) -> State:
-        """This rank's named shards: fp32 weights and optimizer states, valid until the next step.
+        """Returns this rank's named shards: fp32 weights and optimizer states, valid until the next step.
 
         Raises:
-            CheckpointError: on all ranks, when one rank could not read the state that it offloads to a disk.
+            CheckpointError: a rank could not read the state that it offloads to a disk; raised on all ranks.
         """
         ...
 
@@ -285,26 +285,26 @@ class Engine(Protocol):
 
         Args:
             directory: the checkpoint's directory.
-            fresh_optimizer: the optimizer's states are set to zero instead, as before the first step: the checkpoint is
-                of an optimizer of another kind.
-            files: source of the checkpoint's files; its directory when None.
+            fresh_optimizer: whether to set the optimizer's states to zero, as before the first step, because the
+                checkpoint has another kind of optimizer.
+            files: source of the checkpoint's files; None for its directory.
         """
         ...
 
     def edit_state(self) -> AbstractContextManager[State]:
-        """This rank's named shards, to be changed in place; the engine has the changed values after the block.
+        """Yields this rank's named shards, to be changed in place; the engine uses the changed values after the block.
 
-        Unlike those of `state`, they include every copy of tied weights that this rank has.
+        Unlike the shards from `state`, they include every copy of tied weights that this rank has.
         """
         ...
 
     @property
     def decoders(self) -> list[Decoder]:
-        """This rank's parts of the model, one per (virtual) pipeline stage; hooks on their modules see every pass."""
+        """This rank's parts of the model, one per (virtual) pipeline stage; hooks on the modules see every pass."""
         ...
 
     def replicas(self) -> Iterator[Replica]:
-        """This rank's values of which other ranks should hold bit-identical copies."""
+        """Yields this rank's values that should be bit-identical on other ranks."""
         ...
 
 
@@ -312,7 +312,7 @@ class TrainsStepByStep:
     """Mixin with the `train_step` of an engine that has `begin_step`."""
 
     def train_step(self, step: StepBatch, *, lr: float, limits: UpdateLimits = NO_LIMITS) -> StepResult:
-        """See `Engine.train_step`."""
+        """Implements `Engine.train_step`."""
         begun: PendingStep = self.begin_step(step, lr=lr, limits=limits)  # type: ignore[attr-defined]
         return begun.result()
 

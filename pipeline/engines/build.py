@@ -29,7 +29,7 @@ def build_engine(
     Args:
         run: the resolved config.
         model: the full model, on meta.
-        values: initial values of its parameters; a checkpoint loaded later replaces them.
+        values: initial values of the model's parameters; a checkpoint loaded later replaces them.
         objective: the loss.
         device: this rank's device.
         mesh: this rank's coordinates and process groups, if they exist already.
@@ -59,14 +59,14 @@ def build_engine(
 
 
 def pick_device(launch: Launch, config: LaunchSection | None = None) -> torch.device:
-    """This rank's GPU if the host has one, else the CPU.
+    """Returns this rank's GPU if the host has one, else the CPU.
 
     Args:
         launch: this process.
-        config: the section `launch`; None for commands that have none.
+        config: the section `launch`; None for commands without it.
 
     Raises:
-        ConfigError: the local rank is not below the number of GPUs of this host; or see `has_gpu`.
+        ConfigError: this host has fewer GPUs than local ranks, or `has_gpu` raises.
     """
     if not has_gpu(config):
         return torch.device("cpu")
@@ -74,7 +74,7 @@ def pick_device(launch: Launch, config: LaunchSection | None = None) -> torch.de
     if launch.local_rank >= count > 1:
         why = f"this host has {count} GPUs, and a process with local rank {launch.local_rank} was started on it"
         raise ConfigError("LOCAL_RANK", launch.local_rank, why=why, remedy=f"start at most {count} processes per host")
-    # where each task sees only its own GPU, its index is 0 whatever the local rank
+    # if each task sees only its own GPU, its index is 0 for every local rank
     device = torch.device("cuda", launch.local_rank % count)
     torch.cuda.set_device(device)
     return device

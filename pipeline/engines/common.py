@@ -20,14 +20,14 @@ from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
 def model_dtype(config: Config) -> torch.dtype:
-    """The dtype of forward and backward passes: bf16 or fp16 when the config enables it, else fp32."""
+    """Returns the dtype of forward and backward passes: bf16 or fp16 if the config enables it, else fp32."""
     if config.fp16.enabled:
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
 def samples_text(config: Config) -> bool:
-    """Whether a step's batch is made with the weights that the step before has left (on-policy distillation)."""
+    """Whether a step's batch is generated with the weights after the previous step (on-policy distillation)."""
     return config.distill is not None and config.distill.on_policy is not None
 
 
@@ -36,14 +36,14 @@ def update_scales(
 ) -> dict[str, UpdateScale]:
     """Returns the update scale of every parameter: weight decay applies to matrices, not to norms and biases.
 
-    Nor to parameters that a module marks `_no_weight_decay`, and the decay rates and skips of state-space layers.
+    Parameters that a module marks `_no_weight_decay`, and state-space layers' decay rates and skips, do not decay.
 
-    Call it while the model is whole and on meta: a sharded parameter no longer has its full shape.
+    Must be called while the model is whole and on meta: a sharded parameter no longer has its full shape.
 
     Args:
         model: built by `build_meta`, or a user's own.
         section: the config's `model`, whose parametrization may scale the learning rate; None for a user's own model.
-        optimizer: the config's `optimizer`, which may treat some parameters as hidden matrices; None: it does not.
+        optimizer: the config's `optimizer`, which may treat some parameters as hidden matrices; None if it does not.
     """
     matrices = {} if optimizer is None else matrices_of(model, optimizer)
     found = None if section is None else find_parametrization(section, model, optimizer)
@@ -56,10 +56,10 @@ def update_scales(
 
 
 def matrices_of(model: nn.Module, optimizer: OptimizerSection) -> dict[str, MatrixForm]:
-    """The parameters that the optimizer treats as hidden matrices: none but with Muon. Call it as `update_scales`.
+    """Returns the parameters that Muon treats as hidden matrices; none for other optimizers. Needs a whole model.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no hidden matrices.
     """
     if optimizer.kind.scope is not UpdateScope.MATRIX:
         return {}
@@ -93,7 +93,7 @@ def require_finite_step(step: int, result: StepResult) -> StepResult:
 
 
 def with_measures(measures: Iterable[StepMeasure], result: StepResult, *, targets: int) -> StepResult:
-    """Ends the step of all measures and adds their values to the parts of its result. Collective."""
+    """Ends the step of all measures and adds their values to the result's parts. Collective."""
     parts = dict(result.parts)
     for each in measures:
         parts |= each.parts(each.end_step(targets=targets, vetoed=result.skipped).tolist())
@@ -101,5 +101,5 @@ def with_measures(measures: Iterable[StepMeasure], result: StepResult, *, target
 
 
 def master_weight(weight: nn.Parameter) -> nn.Parameter:
-    """The fp32 master weight that the optimizer updates: a copy of a bf16 or fp16 weight, or the fp32 weight itself."""
+    """Returns the fp32 master weight for the optimizer: a copy of a bf16 or fp16 weight, or the fp32 weight itself."""
     return weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())

@@ -32,7 +32,7 @@ NamedState = dict[str, NamedShard | Tensor]
 
 
 class EngineBase(TrainsStepByStep):
-    """An `Engine` except `begin_step`. A subclass has `_build`, `_local_state`, and `_score` or `_scores`.
+    """An `Engine` without `begin_step`. A subclass defines `_build`, `_local_state`, and `_score` or `_scores`.
 
     Args:
         run: the resolved config.
@@ -72,7 +72,7 @@ class EngineBase(TrainsStepByStep):
         self._update_scales = update_scales(model, config.model, config.optimizer)
         self._tied_group = tied_weights_group(run) if topology.pp > 1 and is_tied(model) else None
         coordinates = topology.coordinates(self.rank)
-        # every tp rank of the last stage has the same loss; one of them counts
+        # every tp rank of the last stage has the same loss; one rank counts it
         self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == run.rank_of_stage(-1)
         self._build(run, model, values)
         if self._qk_clip is not None:
@@ -85,12 +85,12 @@ class EngineBase(TrainsStepByStep):
         raise NotImplementedError
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: one process has none."""
+        """Implements `Engine.replicas`: one process has none."""
         return iter(())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """See `Engine.evaluate`."""
+        """Implements `Engine.evaluate`."""
         nats, targets = torch.zeros((), device=self._device), 0
         for score, scored in self._scores(batches, CrossEntropy()):
             nats = nats + score
@@ -105,33 +105,33 @@ class EngineBase(TrainsStepByStep):
 
     @torch.no_grad()
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """See `Engine.forward_passes`."""
+        """Implements `Engine.forward_passes`."""
         for _ in self._scores(batches, objective):
             pass
 
     def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
-        """Yields sums of the objective in evaluation mode, each with the micro-batches that it covers."""
+        """Yields sums of the objective in evaluation mode, each with its micro-batches."""
         self._set_training(False)
         for micro in batches:
             yield self._score(micro.to(self._device), objective), [micro]
         self._set_training(True)
 
     def _score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """The objective summed over a batch: scalar, in the dtype in which an evaluation adds up."""
+        """Returns the objective summed over a batch: scalar, in the dtype of an evaluation's sums."""
         raise NotImplementedError
 
     def state(self) -> State:
-        """See `Engine.state`."""
+        """Implements `Engine.state`."""
         return self._state()[0]
 
     def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
-        """See `Engine.load`."""
+        """Implements `Engine.load`."""
         with self.edit_state() as state:
             named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
 
     @contextmanager
     def edit_state(self) -> Iterator[State]:
-        """See `Engine.edit_state`."""
+        """Implements `Engine.edit_state`."""
         state, restore = self._state()
         yield state
         self._scaler.load_state_dict(state)
@@ -140,7 +140,7 @@ class EngineBase(TrainsStepByStep):
         restore()
 
     def _state(self) -> tuple[NamedState, Callable[[], None]]:
-        """Returns the named state, and a function to call after it was changed."""
+        """Returns the named state, and a function to call after the state was changed."""
         state, restore = self._local_state()
         if self._balancer is not None:
             state.update(self._balancer.state_dict())
@@ -150,7 +150,7 @@ class EngineBase(TrainsStepByStep):
         return state, restore
 
     def _kind_of(self, name: str) -> OptimizerKind:
-        """The optimizer's kind for a parameter."""
+        """Returns the optimizer's kind for a parameter."""
         return self._kind.of(matrix=name in self._matrices)
 
     def _set_training(self, mode: bool) -> None:
@@ -158,5 +158,5 @@ class EngineBase(TrainsStepByStep):
             decoder.train(mode)
 
     def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
-        """Returns the same as `_state`, of weights and optimizer states alone."""
+        """Returns the same as `_state`, for weights and optimizer states only."""
         raise NotImplementedError

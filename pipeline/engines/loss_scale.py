@@ -25,7 +25,7 @@ class LossScaler:
     """The loss scale of one run, the same on every rank.
 
     Args:
-        section: the config's `fp16`; when it is not enabled, the scale is 1 and never changes.
+        section: the config's `fp16`; if it is not enabled, the scale is always 1.
 
     Attributes:
         value: the factor on the loss.
@@ -56,7 +56,7 @@ class LossScaler:
             means: means of the loss and its parts over the targets of the step.
             names: names of the parts.
             norm: 2-norm of the global gradient, unscaled.
-            outcome: the step's outcome, which the method `outcome` returned.
+            outcome: the step's outcome, from the method `outcome`.
             host_sums: sums of the step's `HostValues` over all ranks.
 
         Raises:
@@ -74,7 +74,7 @@ class LossScaler:
 
         Args:
             step: number of the step.
-            overflow: the step's gradients were not finite.
+            overflow: whether the step's gradients were not finite.
 
         Raises:
             TrainingError: an overflow at the smallest scale.
@@ -105,21 +105,21 @@ class LossScaler:
         self.value = max(self.value / 2.0, self._section.min_loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`to_tensor` under its checkpoint key; empty when loss scaling is off."""
+        """Returns `to_tensor` under its checkpoint key; empty if loss scaling is off."""
         return {named_state.LOSS_SCALE: self.to_tensor()} if self.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, NamedShard | Tensor]) -> None:
-        """Restores the state from a checkpoint that has been read into what `state_dict` returned."""
+        """Restores the state from a dict made by `state_dict`, into which a checkpoint has been read."""
         saved = state.get(named_state.LOSS_SCALE)
         if isinstance(saved, Tensor):
             self.load_tensor(saved)
 
     def to_tensor(self) -> Tensor:
-        """fp64 [3]: the scale, steps since the last overflow, overflows left before it is lowered (hysteresis)."""
+        """Returns fp64 [3]: scale, steps since the last overflow, overflows left before it is lowered (hysteresis)."""
         return torch.tensor([self.value, self._good_steps, self._hysteresis_left], dtype=torch.float64)
 
     def load_tensor(self, state: Tensor) -> None:
-        """Restores what `to_tensor` returned; a static scale keeps the config's value."""
+        """Restores the state from a result of `to_tensor`; a static scale keeps the config's value."""
         if self._dynamic:
             value, good_steps, hysteresis_left = state.tolist()
             self.value, self._good_steps, self._hysteresis_left = value, int(good_steps), int(hysteresis_left)
@@ -129,7 +129,7 @@ class LossScaler:
         return limits.outcome(loss, norm, scaled=self.enabled)
 
     def factor(self, norm: float, clip: float) -> float:
-        """The factor on the gradients of the scaled loss before the update; see `update_factor`."""
+        """Returns the factor on the gradients of the scaled loss before the update; see `update_factor`."""
         return update_factor(norm, clip=clip, scale=self.value)
 
 
@@ -138,7 +138,7 @@ def update_factor(norm: float, *, clip: float, scale: float) -> float:
 
     Args:
         norm: 2-norm of the global gradient, unscaled; finite.
-        clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6.
+        clip: the largest norm; 0 for no clipping. DeepSpeed's rule, with its 1e-6.
         scale: the loss scale.
     """
     assert math.isfinite(norm)

@@ -3,8 +3,8 @@
 Sums add up across micro-batches, ranks and sequence shards whatever their sizes; the engine divides once, by the number
 of targets of the whole step. A mean of means would weight tokens by how they happened to be batched.
 
-Because an objective is a sum over positions, it can be computed on chunks of them (chunked loss), so that the logits of
-all positions never exist at the same time. For that it also gives the gradient of the logits along with the loss.
+Because an objective is a sum over positions, it can be computed in chunks of positions (chunked loss), so that the
+logits of all positions never exist at the same time. For this, it also returns the logits' gradient with the loss.
 
 Shapes: B samples, T positions, V ids of the vocabulary.
 """
@@ -25,7 +25,7 @@ class Loss:
     """Sums over the target tokens that were scored, in nats.
 
     Attributes:
-        total: scalar, fp32; its gradient is taken.
+        total: scalar to differentiate, fp32.
         parts: scalars to report, detached, in the order of `Objective.parts`; they need not add up to `total`.
     """
 
@@ -37,7 +37,7 @@ class Objective(Protocol):
     """A loss as a function of the model's logits.
 
     Attributes:
-        parts: names of the parts that are reported besides the total.
+        parts: names of the parts reported besides the total.
     """
 
     @property
@@ -46,7 +46,7 @@ class Objective(Protocol):
         ...
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Targets per position besides the labels, each [B, T, ...]; e.g. a teacher's logits."""
+        """Returns targets per position besides the labels, each [B, T, ...], e.g. a teacher's logits."""
         ...
 
     def __call__(
@@ -55,7 +55,7 @@ class Objective(Protocol):
         """Computes the loss of some positions.
 
         Args:
-            logits: [B, T', V'], of a chunk of T' positions; V' are the columns of `vocabulary`.
+            logits: [B, T', V'], logits of a chunk of T' positions; V' columns, those of `vocabulary`.
             labels: int64 [B, T'], IGNORE where there is no target.
             extra_targets: targets that the method `extra_targets` returned, at the same positions.
             vocabulary: this rank's shard of the vocabulary.
@@ -65,7 +65,7 @@ class Objective(Protocol):
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """The loss, and the gradient of its total with respect to the logits, fp32 [B, T', V']."""
+        """Computes the loss, and the gradient of its total with respect to the logits, fp32 [B, T', V']."""
         ...
 
 
@@ -73,7 +73,7 @@ class CrossEntropy:
     """Next-token cross-entropy, computed in fp32, with the z-loss.
 
     Args:
-        z_loss: weight of the sum of (log Z)^2, which keeps logits from drifting; 0 is off. Source: Chowdhery et al.
+        z_loss: weight of the sum of (log Z)^2, which keeps logits from drifting; 0 for none. Source: Chowdhery et al.
             2022, PaLM (arXiv:2204.02311), section 5.
     """
 
@@ -88,13 +88,13 @@ class CrossEntropy:
     def __call__(
         self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Sum over targets of -log p(target) + z_loss * (log Z)^2."""
+        """Sums -log p(target) + z_loss * (log Z)^2 over targets."""
         return self._sums(*cross_entropy(logits, labels, vocabulary))
 
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """See `Objective.with_gradient`."""
+        """Implements `Objective.with_gradient`."""
         nats, squares, gradient = cross_entropy_gradient(logits, labels, vocabulary, squares_weight=self._z_loss)
         return self._sums(nats, squares), gradient
 

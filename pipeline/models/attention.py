@@ -1,9 +1,9 @@
 """Attention for Hugging Face models with document masks (packing), sliding windows and context parallelism.
 
-Registered with transformers' `AttentionInterface` under `ATTENTION_NAME`: every architecture that uses that interface
-can run it. It is torch's scaled dot product attention where the mask is the causal one; documents packed into a
-sequence and sliding windows are masked as `models.masks` says, by FlexAttention on a GPU. Queries can attend to keys
-of other ranks (context parallelism).
+It is registered with transformers' `AttentionInterface` under `ATTENTION_NAME`: every architecture that uses the
+interface can run it. For the causal mask it is torch's scaled dot product attention. Document masks and sliding windows
+are those of `models.masks`, with FlexAttention on a GPU. Queries can attend to keys of other ranks (context
+parallelism).
 
 Shapes: B samples, H heads, K key/value heads, T positions of this rank, S of the full sequence, d head size.
 """
@@ -26,14 +26,14 @@ from pipeline.models.attention_logits import REFERENCE_NAME, LogitWatch, watch_o
 from pipeline.models.masks import AttentionMask, make_mask
 
 ATTENTION_NAME = "headrace"
-"""The value of `attn_implementation` that selects this attention."""
+"""Value of `attn_implementation` that selects this attention."""
 
 RecordAttention = Callable[[int, Tensor, Tensor, Tensor], None]
 """Function that takes a layer's index, queries, keys and values; see `AttentionContext.record`."""
 
 
 def attention_of(run: ResolvedRun) -> str:
-    """Attention implementation that transformers gets: our own for "sdpa", except in the plain reference."""
+    """Returns the attention implementation for transformers: our own for "sdpa", except in the plain reference."""
     given: str = run.config.model.attn_implementation
     if run.plain and run.config.optimizer.params.qk_clip is not None:
         return REFERENCE_NAME
@@ -52,28 +52,28 @@ class ContextParallelAttention(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Any:
-        """Makes the mask that `attend` takes, of a kind of its own; arguments as in `masks.make_mask`."""
+        """Makes a mask in the form that `attend` takes; arguments as in `masks.make_mask`."""
         ...
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Any, watch: LogitWatch | None = None
     ) -> Tensor:
-        """Attention of this rank's queries [B, H, T, d] to the keys of all ranks; see `attend` of this module.
+        """Computes attention of this rank's queries [B, H, T, d] to the keys of all ranks; see `attend` of this module.
 
-        The watch sees the logits that this rank computes.
+        The watch collects the logits that this rank computes.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """The context of a forward pass, which every layer's attention gets through the model's keyword arguments.
+    """Context of a forward pass; the model's keyword arguments pass it to every layer's attention.
 
     Attributes:
         length: positions of the full sequence, S.
         documents: [B, S], document index of every position; None for one document.
-        masks: window of a layer (None for full attention) -> its mask, made once for all layers; an `AttentionMask`
-            without context parallelism.
+        masks: window of a layer (None for full attention) -> mask, made once for all layers. Without context
+            parallelism, an `AttentionMask`.
         cp_attention: attention across ranks; None without context parallelism.
         record: function called with a layer's index, queries [B, H, T, d], keys and values [B, K, T, d]; or None.
     """
@@ -85,7 +85,7 @@ class AttentionContext:
     record: RecordAttention | None = None
 
     def mask(self, window: int | None, query: Tensor) -> Any:
-        """The mask of a layer; made for it alone where the model's config does not tell the window of its layers."""
+        """Returns the mask of a layer; makes one for the layer if the model's config does not contain its window."""
         if window in self.masks:
             return self.masks[window]
         make = make_mask if self.cp_attention is None else self.cp_attention.make_mask
@@ -93,12 +93,12 @@ class AttentionContext:
 
 
 def attention_windows(config: Any) -> set[int | None]:
-    """The sliding windows of a model's layers, from its Hugging Face config; None is full attention."""
+    """Returns the sliding windows of a model's layers, from its Hugging Face config; None is full attention."""
     return {window_of(config, layer) for layer in range(config.num_hidden_layers)}
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
+    """Returns the sliding window of a layer in positions, from a Hugging Face config; None for full attention."""
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
@@ -116,7 +116,7 @@ def make_context(
     cp_attention: ContextParallelAttention | None = None,
     record: RecordAttention | None = None,
 ) -> AttentionContext:
-    """The context of a micro-batch; its masks are made here, once for all layers.
+    """Makes the context of a micro-batch, with the masks of all layers.
 
     Args:
         windows: sliding windows of the model's layers, in positions; None is full attention.
@@ -133,7 +133,7 @@ def make_context(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask) -> Tensor:
-    """Attention of queries [B, H, T, d] to keys and values [B, K, S, d] -> [B, H, T, d]; T = S but for decoding."""
+    """Computes attention of queries [B, H, T, d] to keys and values [B, K, S, d] -> [B, H, T, d]; in decoding T < S."""
     grouped = query.shape[1] != key.shape[1]
     if mask.blocks is not None:
         run = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention(query, key)
@@ -141,7 +141,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
         return attended
     additive = mask.additive
     if grouped and (additive is not None or (query.is_cuda and query.dtype == torch.float32)):
-        # with a mask, and in fp32, CUDA's fast kernels do not support grouped heads; the slow one would be chosen
+        # CUDA's fast kernels support grouped heads neither with a mask nor in fp32; the slow kernel would be chosen
         key, value = (repeat_heads(each, query.shape[1] // key.shape[1]) for each in (key, value))
         grouped = False
     if additive is not None and additive.dtype != query.dtype:
@@ -158,11 +158,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Att
 
 
 def compiled_flex_attention(query: Tensor, key: Tensor) -> Any:
-    """FlexAttention for tensors of these shapes where layers are not compiled: uncompiled it makes all S x S scores.
+    """Returns compiled FlexAttention for these shapes, for uncompiled layers: uncompiled it makes all S x S scores.
 
     Dynamo compiles a function for 8 kinds of arguments, then runs it uncompiled. Ring attention over documents has
-    three pairs of lengths, with and without gradients, times the kinds of windows: each pair has a function of its own
-    for each of the two modes, and raises where it would need more than 8 graphs.
+    three pairs of lengths, with and without gradients, times the kinds of windows. Each pair therefore has a separate
+    function for each of the two modes, which raises if it needs more than 8 graphs.
     """
     return _compiled_flex_attention(query.shape, key.shape, torch.is_grad_enabled())
 
@@ -172,12 +172,12 @@ def _compiled_flex_attention(*_kind: object) -> Any:
     def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         return flex_attention(query, key, value, **options)
 
-    run.__code__ = run.__code__.replace()  # graphs are counted by code object, which all functions made here share
+    run.__code__ = run.__code__.replace()  # Dynamo counts graphs by code object, which all functions made here share
     return torch.compile(run, dynamic=False, fullgraph=True)
 
 
 def repeat_heads(tensor: Tensor, times: int) -> Tensor:
-    """[B, K, T, d] -> [B, K times, T, d]; the copies of a head are adjacent."""
+    """Repeats heads: [B, K, T, d] -> [B, K x times, T, d]; the copies of a head are adjacent."""
     batch, heads, length, size = tensor.shape
     return tensor[:, :, None].expand(batch, heads, times, length, size).reshape(batch, heads * times, length, size)
 
@@ -195,7 +195,7 @@ def _forward(
     context: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with Hugging Face's signature; returns [B, T, H, d]."""
+    """Computes attention with Hugging Face's signature; returns [B, T, H, d]."""
     assert context is not None, f"{type(module).__name__} does not pass its keyword arguments to attention"
     assert not dropout, "dropout is refused before a model is built"
     unsupported = [key for key in _UNSUPPORTED if others.get(key) is not None]
@@ -215,6 +215,6 @@ def _forward(
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
-"""Arguments of Hugging Face's attention functions that this one does not support."""
+"""Arguments of Hugging Face's attention functions that this attention does not support."""
 
 AttentionInterface.register(ATTENTION_NAME, _forward)

@@ -1,8 +1,8 @@
-"""The largest attention logit of every key head, computed beside attention: nothing of size T x T is made.
+"""Computes the largest attention logit of every key head beside attention, without a tensor of size T x T.
 
-A logit is a scaled product of a query and a key that it attends to, before the softmax. An attention module that has a
-tensor under `LARGEST` raises it to the largest logits of each forward pass in training. Under torch.compile that is one
-operator, which breaks no graph. Recomputation (activation checkpointing) repeats nothing of it in eager layers.
+A logit is the scaled product of a query and a key that it attends to, before the softmax. If an attention module has a
+tensor under `LARGEST`, every forward pass in training raises it to the largest logits. Under torch.compile this is one
+operator, without a graph break. In eager layers, activation checkpointing does not repeat it.
 
 QK-Clip needs it: Kimi Team 2025, Kimi K2 (arXiv:2507.20534), section 2.1.
 
@@ -27,10 +27,10 @@ LARGEST = "largest_logits"
 """Attribute of an attention module: fp32 [K], the largest logits so far of the key heads that this rank computes."""
 
 REFERENCE_NAME = "headrace_reference"
-"""The value of `attn_implementation` that selects Hugging Face's sdpa with the largest logits, for the reference."""
+"""Value of `attn_implementation` for Hugging Face's sdpa with the largest logits, used by the reference."""
 
 _ROWS, _SCORES = 256, 1 << 25
-"""Positions of a block of queries, and scores of a block: 64 MiB in bf16."""
+"""Positions in a block of queries, and scores in a block: 64 MiB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class LogitWatch:
 
     Attributes:
         largest: fp32 [K], the largest logits so far of this rank's key heads.
-        documents: [B, positions of the sequence], document of every position; None for one.
+        documents: [B, positions of the sequence], document index of every position; None for one document.
         window: positions that a query attends to; None for all.
-        scale: factor on the products.
+        scale: factor that multiplies the products.
     """
 
     largest: Tensor
@@ -59,14 +59,14 @@ class LogitWatch:
         first_head: int = 0,
         copies: int = 1,
     ) -> None:
-        """Raises the recorded largest logits by the logits of these queries and keys.
+        """Raises the recorded maxima to the logits of these queries and keys, where those are larger.
 
         Args:
             query: [B, H, T, d].
             key: [B, K, S, d].
             queries: positions of the queries in the sequence, as chunks in ascending order.
-            keys: positions of the keys, likewise.
-            first_head: number of the first key head among all copies of key heads, where ranks divide them.
+            keys: positions of the keys, as chunks in ascending order.
+            first_head: index of this rank's first key head among the copies of all key heads.
             copies: number of copies of every key head.
         """
         ends = [[end for each in chunks for end in (each.start, each.stop)] for chunks in (queries, keys)]
@@ -85,7 +85,7 @@ class LogitWatch:
 
 
 def watch_of(module: nn.Module, documents: Tensor | None, window: int | None, *, scale: float) -> LogitWatch | None:
-    """The watch of a module's forward pass; None where its logits are not wanted, as outside of training."""
+    """Makes the `LogitWatch` of a forward pass; None if the module's logits are not needed, e.g. outside training."""
     largest: Tensor | None = getattr(module, LARGEST, None)
     if largest is None or not (module.training and torch.is_grad_enabled()):
         return None
@@ -125,7 +125,7 @@ def raise_to_largest(  # noqa: PLR0913, PLR0917  an operator of torch takes no o
                 positions = (torch.arange(r.start, r.stop, device=key.device) for r in (of_query, of_key))
                 scores.masked_fill_(~allowed_pairs(documents, window, *positions)[:, :, None], -torch.inf)
             found = torch.maximum(found, scores.amax((0, 2, 3, 4)).float())
-    found.clamp_(max=torch.finfo(query.dtype).max)  # attention's own sums do not overflow fp16
+    found.clamp_(max=torch.finfo(query.dtype).max)  # attention's own sums do not overflow in fp16
     numbers = (first_head + torch.arange(shared, device=key.device)) // copies
     largest.scatter_reduce_(0, numbers, found, "amax")
 
@@ -136,7 +136,7 @@ def _(*_args: Any, **_options: Any) -> None:
 
 
 def _blocks(chunks: list[int], size: int) -> Iterator[tuple[int, range]]:
-    """Yields (index of the first, positions) of every block; chunks are given by starts and ends."""
+    """Yields (index of the first position, positions) of every block; `chunks` lists starts and ends."""
     index = 0
     for start, stop in zip(chunks[::2], chunks[1::2], strict=True):
         for first in range(start, stop, size):
@@ -148,7 +148,7 @@ def _blocks(chunks: list[int], size: int) -> Iterator[tuple[int, range]]:
 def _reference_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Hugging Face's sdpa, and the largest of all T x T logits at once, for sequences that are short."""
+    """Runs Hugging Face's sdpa, and finds the largest of all T x T logits at once, for short sequences."""
     scaling = options.get("scaling")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     watch = watch_of(module, None, None, scale=scale)

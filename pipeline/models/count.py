@@ -12,7 +12,7 @@ from pipeline.models.layers import attention_widths, global_value
 from pipeline.models.routers import EXPERTS
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
-"""Names that architectures give to the number of experts that a token goes to."""
+"""Names that architectures use for the number of experts per token."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class ModelSize:
     """Counts of a model.
 
     Attributes:
-        parameters: number of parameters; a tied one counts once.
+        parameters: number of parameters; a tied parameter counts once.
         embedding: parameters of the input embedding.
-        active: parameters that a token uses: all but those of routed experts that it does not go to.
+        active: parameters that a token uses: all except those of routed experts not chosen for it.
         flops_per_token: FLOPs of one token, forward and backward (see `measure`); None without attention heads.
     """
 
@@ -32,7 +32,7 @@ class ModelSize:
     flops_per_token: float | None
 
     def non_embedding(self, *, tied: bool) -> int:
-        """Active parameters without input embedding and output head.
+        """Returns the number of active parameters without input embedding and output head.
 
         Args:
             tied: whether the head is the input embedding.
@@ -43,10 +43,10 @@ class ModelSize:
 def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int) -> ModelSize:
     """Counts parameters and FLOPs of a model on any device, including meta.
 
-    FLOPs per token = 6 N + 12 L h s, where N is the number of active parameters in matrix products (all but the input
-    embedding; a tied embedding counts once, as the head; of E experts of which a token goes to k, k/E), L layers, h the
-    attention width (heads x head size) and s the sequence length; causal masking is not subtracted. Source: Chowdhery
-    et al. 2022, PaLM (arXiv:2204.02311), appendix B.
+    FLOPs per token = 6 N + 12 L h s. N is the number of active parameters in matrix products: all but the input
+    embedding (a tied embedding counts once, as the head), and k/E of the experts if a token goes to k of E. L is the
+    number of layers, h the attention width (heads x head size), s the sequence length. Causal masking is not
+    subtracted. Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B.
     """
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -61,7 +61,7 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
 
 
 def _inactive(model: nn.Module, config: PretrainedConfig) -> int:
-    """Parameters of the routed experts that a token does not go to; shared experts are always active."""
+    """Returns the number of parameters in routed experts not chosen for a token; shared experts are always active."""
     experts = next((n for n in (getattr(config, name, None) for name in EXPERTS) if n), None)
     chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if n), None)
     if not experts or not chosen:

@@ -1,4 +1,4 @@
-"""The decoder layers of a Hugging Face model by their index."""
+"""Finds the decoder layers of a Hugging Face model by index."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Index -> decoder layer of a Hugging Face model; for a pipeline stage, its own layers by index in the model."""
+    """Maps index to decoder layer of a Hugging Face model; a pipeline stage's layers keep their index in the model."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return {i: each for one in lists for i, each in enumerate(one) if isinstance(each, GradientCheckpointingLayer)}

@@ -1,7 +1,7 @@
-"""FlashAttention by transformers' own integration: the package and the GPU that a version needs.
+"""FlashAttention through transformers' own integration: the package and the GPU that each version needs.
 
-transformers takes the installed package of a version, else the kernel that the package `kernels` finds in the Hub's
-cache or fetches from the Hub. Neither is on by default: a run uses `models.attention` otherwise.
+transformers uses a version's installed package, or else the kernel that the package `kernels` finds in the Hub's cache
+or downloads. FlashAttention is off by default: a run uses `models.attention`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _PACKAGES = {
 
 _OLDEST = {"flash_attention_2": (8, 0), "flash_attention_3": (8, 0), "flash_attention_4": (9, 0)}
 _NEWEST_MAJOR = {"flash_attention_3": 9}
-"""Compute capabilities with kernels of a version: 3 is written for Hopper and runs on Ampere, 4 is for Hopper and
-Blackwell. The oldest are those of transformers' compatibility table."""
+"""Compute capabilities with kernels of each version: version 3 is written for Hopper and runs on Ampere, version 4 is
+for Hopper and Blackwell. The lower limits are from transformers' compatibility table."""
 
 
 def install_remedy(attention: str) -> str | None:
-    """The remedy where transformers cannot load a version of FlashAttention; None for other attention."""
+    """Returns the remedy if transformers cannot load a version of FlashAttention; None for other attention."""
     if attention not in _PACKAGES:
         return None
     package = _PACKAGES[attention]
@@ -34,10 +34,10 @@ def install_remedy(attention: str) -> str | None:
 
 
 def check_flash_attention(attention: str, device: torch.device) -> None:
-    """Refuses a version of FlashAttention on a device that has no kernel of it, before a process group exists.
+    """Refuses a version of FlashAttention that has no kernel for the device, before a process group exists.
 
     Raises:
-        ConfigError: names the device and a version that it has.
+        ConfigError: there is no kernel; names the device and a version that has one.
     """
     if attention not in _PACKAGES:
         return
@@ -50,7 +50,7 @@ def check_flash_attention(attention: str, device: torch.device) -> None:
 
 
 def unfit(attention: str, found: tuple[int, int], name: str) -> str | None:
-    """The reason why a GPU has no kernel of a version; None where it has one."""
+    """Explains why a version has no kernel for a GPU; None if it has one."""
     oldest, newest = _OLDEST[attention], _NEWEST_MAJOR.get(attention)
     if found >= oldest and (newest is None or found[0] <= newest):
         return None

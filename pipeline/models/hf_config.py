@@ -23,14 +23,14 @@ from pipeline.models.layers import global_value, keep_layers
 from pipeline.models.padding import check_padding_id, give_padding_id
 
 DEFAULT_POSITIONS = 2048
-"""`max_position_embeddings` of a config that does not give it, unless the training sequence is longer."""
+"""Default of `max_position_embeddings`, unless the training sequence is longer."""
 
 VOCAB_MULTIPLE = 64
-"""A vocabulary size that is not given is rounded up to a multiple of this, to align the head's matrix products."""
+"""Number to whose multiple a default vocabulary size is rounded up, to align the head's matrix products."""
 
 
 def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], sequence_length: int) -> PretrainedConfig:
-    """The config of the model to train.
+    """Makes the config of the model to train.
 
     Args:
         section: the validated `model` section.
@@ -38,8 +38,8 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         sequence_length: T, which must not exceed the model's positions.
 
     Raises:
-        ConfigError: an unknown architecture or key, a vocabulary smaller than the dataset's tokenizer, or a padding id
-            beyond it.
+        ConfigError: an architecture or key is unknown, or the vocabulary is smaller than the dataset's tokenizer or
+            does not contain the padding id.
         DataError: `model.path` is not a Hugging Face folder.
     """
     if section.config is not None:
@@ -57,7 +57,7 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
     if config.vocab_size < tokenizer["vocab_size"]:
         why = f"the dataset's tokenizer has {tokenizer['vocab_size']} ids"
         field, remedy = "model.config.vocab_size", "leave it out: it is then taken from the tokenizer"
-        if section.path is not None:  # its embedding has the rows it has
+        if section.path is not None:  # its embedding has a fixed number of rows
             field = "model.path"
             why = f"{section.path} has {config.vocab_size} ids, and {why}"
             remedy = "prepare the data with the model's tokenizer: tokenizer.path of the corpus config"
@@ -71,10 +71,10 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
 
     Args:
         folder: path or URL of the folder.
-        dequantized: whether the weights are dequantized as they are read, whatever their scheme.
+        dequantized: whether weights of any quantization scheme are dequantized when they are read.
 
     Raises:
-        DataError: the folder is no model that transformers loads without its code, config.json contradicts itself, or
+        DataError: transformers cannot load the folder without executing its code, config.json contradicts itself, or
             the weights are quantized (except fp8).
         ConfigError: the padding id is beyond the vocabulary.
     """
@@ -92,7 +92,7 @@ def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> Pretrain
 
 
 def _text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The decoder's config of a multimodal model, where the decoder computes the same for text as the whole model."""
+    """Returns the decoder's config of a multimodal model if the decoder alone computes the same for text."""
     if config.model_type not in TEXT_ALONE:
         return config
     text = config.get_text_config(decoder=True)
@@ -102,13 +102,13 @@ def _text_part(config: PretrainedConfig) -> PretrainedConfig:
     fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     alone = AutoConfig.for_model(kind, **fields)
     tied = getattr(config, "tie_word_embeddings", None)
-    if tied is not None:  # the head belongs to the whole
+    if tied is not None:  # the head belongs to the whole model
         alone.tie_word_embeddings = tied
     return alone
 
 
 def _without_quantization(config: PretrainedConfig, folder: str | Path) -> PretrainedConfig:
-    """The config of the model that is trained: weights in fp8 are multiplied by their scales when they are read.
+    """Returns the config of the trained model: fp8 weights are multiplied by their scales when they are read.
 
     Raises:
         DataError: the weights are quantized in another way.
@@ -156,7 +156,7 @@ def _from_section(given: HfFields, tokenizer: HfFields, sequence_length: int) ->
 
 
 def _made(kind: str, derived: HfFields, fields: HfFields) -> PretrainedConfig:
-    """The config; where an architecture insists on a special token that the tokenizer lacks, it gets end-of-text."""
+    """Makes the config; end-of-text replaces special tokens that an architecture requires and the tokenizer lacks."""
     try:
         return AutoConfig.for_model(kind, **derived, **fields)
     except StrictDataclassError:
@@ -170,14 +170,14 @@ _OWN_LOOP = "train it with a loop of your own (docs/how-to/own-loop.md)"
 
 
 def _refuse_several_modalities(config: PretrainedConfig, *, folder: bool) -> None:
-    """Refuses a model of texts and images or sounds: only its language model would get gradients.
+    """Refuses a model of text and images or sounds: only its language model would get gradients.
 
     Args:
         config: config of the model.
-        folder: whether the config is that of `model.path`, whose weights fit no other architecture.
+        folder: whether the config belongs to `model.path`, whose weights fit no other architecture.
 
     Raises:
-        ConfigError: names the `model_type` of its language model.
+        ConfigError: the model is multimodal; names the `model_type` of its language model.
     """
     text = config.get_text_config(decoder=True)
     others = sorted(name for name in config.sub_configs if any(word in name for word in _OTHER_PARTS))
@@ -193,11 +193,11 @@ def _refuse_several_modalities(config: PretrainedConfig, *, folder: bool) -> Non
 
 
 _OTHER_PARTS = ("vision", "audio", "vq_config", "encoder", "patcher")
-"""Words in the names of sub-configs that are not the decoder's."""
+"""Words in the names of sub-configs that do not belong to the decoder."""
 
 
 def _refuse_unknown_keys(kind: str, given: HfFields) -> None:
-    """Refuses unknown keys, and two values of one key: transformers accepts both silently, and trains another model."""
+    """Refuses unknown keys, and two values of one key: transformers accepts them silently and builds another model."""
     known = known_keys(kind)
     if not known >= given.keys():
         known |= optional_keys(kind)
@@ -213,14 +213,14 @@ def _refuse_unknown_keys(kind: str, given: HfFields) -> None:
 
 
 def known_keys(kind: str) -> set[str]:
-    """The keys that an architecture's config accepts, with aliases (`attribute_map`)."""
+    """Returns the keys that an architecture's config accepts, with aliases (`attribute_map`)."""
     config_class = CONFIG_MAPPING[kind]
     signature, named = inspect.signature(config_class.__init__).parameters, config_class.attribute_map
     return {*signature, *named, *named.values(), "model_type", "per_layer_config"} - {"self", "kwargs"}
 
 
 def optional_keys(kind: str) -> set[str]:
-    """Keys that a config class does not list, and layers read if they are there: `head_dim` of Qwen3-MoE."""
+    """Returns the keys that a config class does not list, but layers read if present, e.g. `head_dim` in Qwen3-MoE."""
     configuration = Path(inspect.getfile(CONFIG_MAPPING[kind]))
     modeling = configuration.with_name(configuration.name.replace("configuration_", "modeling_"))
     if not modeling.is_file():
@@ -229,7 +229,7 @@ def optional_keys(kind: str) -> set[str]:
 
 
 def one_line(error: Exception) -> str:
-    """A library's exception, or its cause if it has one, in one line: transformers puts the reason into the cause."""
+    """Formats a library's exception, or its cause if any, in one line: transformers puts the reason into the cause."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:300] or repr(cause)
 

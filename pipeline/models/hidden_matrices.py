@@ -1,12 +1,12 @@
 """The hidden matrices of a Hugging Face model: parameters that are matrices within a layer, and their layouts.
 
-Optimizers that treat a matrix as one thing (Muon) ask here. Hidden matrices are the weights of linear layers within the
-decoder layers, and stacked experts [E, m, n], which are E matrices. Not among them: embeddings, the head, norms,
-biases, routers, convolution kernels, decay rates of state-space layers, other tensors that are no weights of a linear
-layer, and matrices with one row or one column.
+They matter to optimizers that update a matrix as a whole (Muon). Hidden matrices are the weights of linear layers
+within the decoder layers, and stacked experts [E, m, n], which are E matrices. Embeddings, the head, norms, biases,
+routers, convolution kernels, decay rates of state-space layers, other tensors that are not weights of a linear layer,
+and matrices with one row or one column are not hidden matrices.
 
-A tensor in which a family keeps several projections (q, k and v; gate and up) is several matrices. Their layout is
-known by the name of the projection and the widths of the config; a fused tensor that is not in the table counts as one.
+A tensor that fuses several projections (q, k and v; gate and up) is several matrices. Their layout follows from the
+projection's name and the widths in the config; a fused tensor that is not in the table counts as one matrix.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pipeline.models.routers import find_routers
 class MatrixForm:
     """The matrices that a parameter consists of.
 
-    Its rows (outputs) are `groups` times the same sequence of parts; the i-th part of every group together is the i-th
-    matrix. So q, k and v one below the other are one group of three parts, and those of GPT-NeoX, which alternate from
-    head to head, are as many groups as heads.
+    Its rows (outputs) are `groups` repetitions of the same sequence of parts; the i-th parts of all groups form the
+    i-th matrix. So concatenated q, k and v are one group of three parts; in GPT-NeoX, where they alternate from head to
+    head, every head is a group.
 
     Attributes:
-        shape: shape of the parameter, [m, n], or [E, m, n] of stacked experts.
+        shape: shape of the parameter: [m, n], or [E, m, n] for stacked experts.
         transposed: whether the parameter is stored as [inputs, outputs].
         parts: rows of each part of a group.
         groups: number of groups of rows.
@@ -47,23 +47,23 @@ class MatrixForm:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(outputs, inputs) of every matrix of one expert, or of the parameter."""
+        """(outputs, inputs) of every matrix in the parameter, or in one expert."""
         inputs = self.shape[-2] if self.transposed else self.shape[-1]
         return tuple((self.groups * part, inputs) for part in self.parts)
 
     @property
     def stacked(self) -> int:
-        """Number of stacked experts; 1 without them."""
+        """Number of stacked experts; 1 without experts."""
         return math.prod(self.shape[:-2])
 
     def split(self, stored: Tensor) -> list[Tensor]:
-        """[..., m, n] as it is stored -> the matrices, each [..., outputs, inputs]: views where they are contiguous."""
+        """Splits a stored tensor [..., m, n] into matrices [..., outputs, inputs]: views where they are contiguous."""
         rows = stored.mT if self.transposed else stored
         grouped = rows.unflatten(-2, (self.groups, -1)).split(list(self.parts), dim=-2)
         return [part.flatten(-3, -2) for part in grouped]
 
     def write(self, matrices: list[Tensor], stored: Tensor) -> None:
-        """Writes the matrices into a tensor [..., m, n]: the inverse of `split`."""
+        """Writes matrices into a stored tensor [..., m, n]: the inverse of `split`."""
         rows = stored.mT if self.transposed else stored
         grouped = rows.unflatten(-2, (self.groups, -1)).split(list(self.parts), dim=-2)
         for part, matrix in zip(grouped, matrices, strict=True):
@@ -71,7 +71,7 @@ class MatrixForm:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
-    """The hidden matrices of a model by parameter name, in its order.
+    """Finds the hidden matrices of a model by parameter name, in the model's order.
 
     Args:
         model: a whole model, on any device: a sharded parameter no longer has its full shape.
@@ -89,7 +89,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
 
 
 def unknown_fused(forms: Mapping[str, MatrixForm]) -> list[str]:
-    """Names, without their layer, of projections that seem to be several matrices and count as one."""
+    """Returns the names, without layer numbers, of projections that count as one matrix but seem to be several."""
     whole = [name for name, form in forms.items() if len(form.parts) == 1 and _FUSED_NAME.search(name)]
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in whole})
 
@@ -110,7 +110,7 @@ def _form(model: nn.Module, name: str, shape: tuple[int, ...]) -> MatrixForm | N
         interleaved = not getattr(owner, "is_concatenated", True)
         halves = leaf.startswith("gate_up")
         layout = (outputs // 2, (1, 1)) if interleaved and halves else _halves(outputs) if halves else (1, (outputs,))
-    elif len(shape) == 2 and config.model_type == "dbrx" and _are_experts(owner):  # experts one below the other
+    elif len(shape) == 2 and config.model_type == "dbrx" and _are_experts(owner):  # concatenated experts
         return MatrixForm(shape, parts=(owner.ffn_hidden_size,) * owner.moe_num_experts)
     else:
         return None
@@ -123,11 +123,11 @@ def _are_experts(module: nn.Module) -> bool:
 
 
 Layout = tuple[int, tuple[int, ...]]
-"""(groups, parts of a group)."""
+"""Number of groups, and rows of each part of a group."""
 
 
 def _fused(projection: str, config: Any, *, outputs: int) -> Layout:
-    """The layout of a projection's matrices; one matrix where it is not known, or its widths do not fit."""
+    """Returns layout of a projection's matrices; one matrix if the projection is unknown or its widths do not fit."""
     for pattern, rule in _RULES:
         if re.fullmatch(pattern, f"{config.model_type}:{projection}"):
             groups, parts = rule(config, outputs)
@@ -164,7 +164,7 @@ def _by_head(config: Any, outputs: int) -> Layout:
 
 def _falcon(config: Any, outputs: int) -> Layout:
     heads, kv, size = attention_sizes(config)
-    if config.new_decoder_architecture:  # the heads that share a key, their key, their value
+    if config.new_decoder_architecture:  # query heads of one key head, the key, the value
         return kv, (heads // kv * size, size, size)
     return (1, (heads * size, size, size)) if config.multi_query else _by_head(config, outputs)
 
@@ -202,7 +202,7 @@ _RULES: tuple[tuple[str, Callable[[Any, int], Layout]], ...] = (
         lambda c, _: (c.linear_num_key_heads, (*(c.linear_key_head_dim,) * 2, *(_values_of_key(c),) * 2)),
     ),
 )
-"""Pattern of `model_type:projection` -> its rule; the first that matches. Source: the modules of transformers 5.23."""
+"""Pattern of `model_type:projection` -> rule; the first match applies. Source: the modules of transformers 5.23."""
 
 
 def _values(config: Any) -> int:

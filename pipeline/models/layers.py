@@ -16,10 +16,10 @@ _LAYER = re.compile(r"^(.*?\.(?:layers|layer|h|blocks)\.)(\d+)(\..*)$")
 
 
 def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """The config of a model with only `layers` of the original, in that order.
+    """Makes the config of a model with only `layers` of the original, in that order.
 
     Raises:
-        ConfigError: a layer index that the model does not have, or one given twice.
+        ConfigError: a layer index does not exist in the model, or is given twice.
     """
     total = config.num_hidden_layers
     if not layers or len(set(layers)) != len(layers) or max(layers) >= total:
@@ -40,20 +40,20 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
 
 
 _NUMBERS = ("mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs", "global_attn_layers")
-"""Keys whose lists hold the numbers of single layers."""
+"""Keys whose values are lists of layer numbers."""
 _FIRST = ("first_k_dense_replace", "num_dense_layers")
-"""Keys with the number of first layers that have no experts."""
+"""Keys for the number of layers without experts at the beginning."""
 _TOTAL = "num_blocks"
-"""Another name of the number of layers, which a config has beside num_hidden_layers (xLSTM)."""
+"""Second key for the number of layers, in configs that also have num_hidden_layers (xLSTM)."""
 
 
 def of_kept_layers(fields: HfFields, layers: Sequence[int], *, total: int) -> HfFields:
-    """The keys of a config that name or list single layers, with their new values for the layers that are kept.
+    """Returns a config's keys that refer to single layers, with new values for the kept layers.
 
-    Lists with one entry per layer (layer_types, no_rope_layers), lists of their numbers (mlp_only_layers), the number
-    of first layers (first_k_dense_replace), the first and last of a range (moe_layer_start_index), a period
-    (decoder_sparse_step, whose layers become a list of numbers). Anything else that depends on the position of a layer
-    is found by `check_kept_layers`.
+    They are lists with one entry per layer (layer_types, no_rope_layers), lists of layer numbers (mlp_only_layers), a
+    number of first layers (first_k_dense_replace), the ends of a range (moe_layer_start_index), and a period
+    (decoder_sparse_step; its layers become a list of numbers). `check_kept_layers` detects any other dependence on a
+    layer's position.
     """
     new: HfFields = {}
     for key, value in fields.items():
@@ -81,19 +81,19 @@ def of_kept_layers(fields: HfFields, layers: Sequence[int], *, total: int) -> Hf
 
 
 def differ(config: PretrainedConfig) -> bool:
-    """Whether layers have sizes of their own (Gemma 4: larger heads in the layers with full attention)."""
+    """Whether layers have different sizes (Gemma 4: larger heads in the layers with full attention)."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 
 def global_value(config: PretrainedConfig, key: str) -> Any:
-    """A value of a config, or None; where layers have values of their own, the value of all others."""
+    """Returns a value of a config, or None; if some layers have their own values, the value of all others."""
     if not differ(config):
         return getattr(config, key, None)
     return config.to_dict().get(config.attribute_map.get(key, key))
 
 
 def attention_widths(config: PretrainedConfig) -> list[int]:
-    """Heads x head size of every layer; zeros for a model without attention heads."""
+    """Returns heads x head size of every layer; zeros for a model without attention heads."""
     layers: Any = config.per_layer_config if differ(config) else [config] * config.num_hidden_layers
     return [_attention_width(layer) for layer in layers]
 
@@ -107,10 +107,10 @@ def _attention_width(config: Any) -> int:
 
 
 def original_name(layers: Sequence[int] | None) -> Callable[[str], str]:
-    """A function from a parameter's name in the model with `layers` kept to its name in the original one.
+    """Returns a function from a parameter's name in the model with `layers` kept to its name in the original model.
 
     Raises:
-        ConfigError: raised by the function for a model with more layers, whose config counts them in another way.
+        ConfigError: (by the returned function) the model has more layers, since its config counts them differently.
     """
 
     def rename(name: str) -> str:

@@ -1,12 +1,12 @@
-"""Longrope of a sequence that is seen in parts: the whole length decides which of its two sets of factors applies.
+"""Longrope for forward passes that do not contain exactly one sequence: a sequence's length selects its set of factors.
 
-transformers takes the long factors where the longest position of a forward pass passes
-`original_max_position_embeddings` (`modeling_rope_utils.dynamic_rope_update`; PhiMoE's scale of cosines likewise). A
-forward pass is not a sequence: a context-parallel rank has some positions of one, and a micro-batch of packed documents
-has many. Here every position gets the factors of its own sequence: of its document where documents are masked.
+transformers uses the long factors if the largest position of a forward pass exceeds `original_max_position_embeddings`
+(`modeling_rope_utils.dynamic_rope_update`; likewise PhiMoE's scale of cosines). But a context-parallel rank has only
+some positions of a sequence, and a micro-batch of packed documents has many sequences. Here every position gets the
+factors of its own sequence, which is its document if documents are masked.
 
-Other types of RoPE do not depend on the length: "dynamic" changes its frequencies beyond `max_position_embeddings`
-only, and longer sequences are refused.
+Other types of RoPE do not depend on the length: "dynamic" changes its frequencies only beyond
+`max_position_embeddings`, and longer sequences are refused.
 
 Shapes: B samples, T positions of this rank, S of the full sequence.
 """
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 @dataclass
 class SequenceLengths:
-    """Sequence lengths of the coming forward pass: one for all, or int64 [B, T], one for each position."""
+    """Sequence lengths for the next forward pass: one number for all positions, or int64 [B, T]."""
 
     value: int | Tensor = 0
 
 
 def follow_sequence_lengths(model: nn.Module) -> SequenceLengths | None:
-    """Makes the longrope of a model depend on the lengths that are set; None where it has none."""
+    """Makes a model's longrope depend on the lengths set in the result; returns None for a model without longrope."""
     modules = [module for module in model.modules() if _thresholds(module)]
     if not modules:
         return None
     hooked = [hook for hook in modules[0]._forward_hooks.values() if isinstance(hook, _Rotate)]
-    if hooked:  # by another decoder of the same model
+    if hooked:  # another decoder of the same model has done it
         return hooked[0].lengths
     lengths = SequenceLengths()
     for module in modules:
@@ -43,11 +43,11 @@ def follow_sequence_lengths(model: nn.Module) -> SequenceLengths | None:
 
 
 def sequence_lengths(documents: Tensor, chunks: Sequence[range]) -> Tensor:
-    """Length of the document of every position of this rank, int64 [B, T].
+    """Returns the document's length for every position of this rank, int64 [B, T].
 
     Args:
-        documents: [B, S], index of the document of every position, from 0 in each sample.
-        chunks: the positions of the sequence that this rank holds.
+        documents: [B, S], document index of every position, from 0 in each sample.
+        chunks: this rank's positions of the sequence.
     """
     index = documents.long()
     counts = torch.zeros_like(index).scatter_add_(1, index, torch.ones_like(index))
@@ -56,9 +56,9 @@ def sequence_lengths(documents: Tensor, chunks: Sequence[range]) -> Tensor:
 
 
 def lengths_so_far(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """Length of the document of every new token, int64 [B, T], up to the last new one: sequences are being continued.
+    """Returns each new token's document length so far, int64 [B, T], for sequences that are being continued.
 
-    Padding, which repeats the last position, does not lengthen them.
+    A length includes all new tokens of the document. Padding, which repeats the last position, does not count.
 
     Args:
         positions: int64 [B, T], positions of the new tokens in their documents.
@@ -72,7 +72,7 @@ def lengths_so_far(positions: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def _thresholds(module: nn.Module) -> dict[str | None, int]:
-    """Layer type (None for all) -> longest sequence with the short factors; empty for modules without longrope."""
+    """Returns layer type (None for all) -> longest sequence with the short factors; {} without longrope."""
     kinds = getattr(module, "rope_type", None)
     by_type = kinds if isinstance(kinds, dict) else {None: kinds}
     parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None)
@@ -85,7 +85,7 @@ def _thresholds(module: nn.Module) -> dict[str | None, int]:
 
 @dataclass(frozen=True)
 class _Rotate:
-    """Forward hook of a rotary embedding: computes its output anew, for the lengths of the sequences."""
+    """Forward hook of a rotary embedding, which recomputes the output for the lengths of the sequences."""
 
     lengths: SequenceLengths
 
@@ -105,7 +105,7 @@ class _Rotate:
 
 
 def _rotated(module: nn.Module, given: dict[str, Any], *, longest: int) -> tuple[Tensor, ...]:
-    """Cosines and sines [B, T, d] as in a sequence that also has the position `longest`."""
+    """Computes cosines and sines [B, T, d] as in a sequence that also contains the position `longest`."""
     positions = given["position_ids"]
     last = positions.new_full((len(positions), 1), longest)
     outputs = module.forward(**{**given, "position_ids": torch.cat([positions, last], dim=1)})

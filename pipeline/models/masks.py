@@ -1,14 +1,14 @@
 """Attention masks besides the causal one: documents packed into a sequence, and sliding windows.
 
-They are made once per forward pass, before the layers, so that a layer changes nothing and can be compiled. On a GPU a
-mask is a table of blocks for FlexAttention, of (S / 128)^2 entries, computed from the first and last document of every
-block; blocks that no query attends to are skipped. Elsewhere it is a tensor of S x S numbers per sample (128 MiB at
-S = 8192 in bf16), since FlexAttention has no backward pass on a CPU.
+Masks are made once per forward pass, before the layers; layers do not change them and can be compiled. On a GPU a mask
+is a table of blocks for FlexAttention with (S / 128)^2 entries, computed from the first and last document of every
+block; blocks that no query attends to are skipped. On a CPU, where FlexAttention has no backward pass, a mask is a
+tensor of S x S numbers per sample (128 MiB at S = 8192 in bf16).
 
-A rank of ring attention needs masks of a part of the queries and a part of the keys: `make_part_mask`.
+Ring attention needs masks for a part of the queries and a part of the keys: `make_part_mask`.
 
-Shapes: B samples, S positions of the full sequence, n = S / 128 blocks, rounded up; Q queries and K keys of a mask, S
-each but for ring attention.
+Shapes: B samples, S positions of the full sequence, n = S / 128 blocks, rounded up; Q queries and K keys of a mask,
+both S except in ring attention.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class AttentionMask:
     """The causal mask, alone or combined with a document mask and a sliding window.
 
     Attributes:
-        additive: [B or 1, 1, Q, K] of the query's dtype: 0 where a query (row) attends to a key (column), else minus
-            infinity. An additive mask, not a boolean one, which the kernels of scaled dot product attention would
-            convert to an additive one in every layer.
+        additive: [B or 1, 1, Q, K], in the query's dtype: 0 where a query (row) attends to a key (column), else minus
+            infinity. It is additive because sdpa kernels would convert a boolean mask in every layer.
         blocks: the same mask for FlexAttention. `additive` and `blocks` are both None for the causal mask alone.
-        causal: whether a mask without either is the causal mask; if not, every query attends to every key.
+        causal: whether a mask without `additive` and `blocks` is the causal mask; if not, every query attends to every
+            key.
     """
 
     additive: Tensor | None = None
@@ -61,11 +61,11 @@ def make_mask(
     device: torch.device,
     blocks: bool | None = None,
 ) -> AttentionMask:
-    """The mask of a micro-batch, for layers of one kind.
+    """Makes the mask of a micro-batch, for layers with one window.
 
     Args:
         documents: [B, S], document index of every position of the full sequence; None for one document.
-        window: positions that a query attends to, itself included; None for all. One not smaller than the sequence has
+        window: positions that a query attends to, itself included; None for all. A window as long as the sequence has
             no effect.
         length: S.
         dtype: dtype of the queries.
@@ -92,15 +92,15 @@ def make_decoding_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionMask:
-    """The mask of the positions from `first` on, whose queries attend to the keys of all positions (decoding).
+    """Makes the mask for decoding: queries from position `first` on attend to the keys of all positions.
 
-    Never for FlexAttention, which would be compiled anew for every length. The host waits for nothing.
+    It is never a mask for FlexAttention, which would be compiled for every new length. The host waits for nothing.
 
     Args:
         documents: [B, length], document index of every position; None for one document.
         window: positions that a query attends to, itself included; None for all.
         first: first position that has a query.
-        length: positions that have keys; the last ones have queries, too.
+        length: number of positions with keys; those from `first` on have queries, too.
         dtype: dtype of the queries.
         device: device of the mask.
     """
@@ -121,20 +121,20 @@ def make_part_mask(
     device: torch.device,
     blocks: bool | None = None,
 ) -> AttentionMask | None:
-    """The mask of some queries and some keys of a sequence, for a rank of ring attention.
+    """Makes the mask of some queries and some keys of a sequence, for a rank of ring attention.
 
     Args:
         documents: [B, S], document index of every position; None for one document.
         window: positions that a query attends to, itself included; None for all.
         queries: positions of the queries, as chunks of the sequence in ascending order.
-        keys: positions of the keys, likewise.
+        keys: positions of the keys, as chunks in ascending order.
         dtype: dtype of the queries.
         device: device of the mask.
         blocks: whether to make blocks for FlexAttention; on a GPU when None.
 
     Returns:
-        None where no query attends to any key. The window alone decides on a GPU, where reading the documents' numbers
-        would make the host wait; FlexAttention skips the blocks.
+        The mask; None if no query attends to any key. On a GPU only the window is considered, since reading the
+        document indices would make the host wait; FlexAttention skips the blocks.
     """
     if queries[-1][-1] < keys[0][0] or (window is not None and queries[0][0] - keys[-1][-1] >= window):
         return None
@@ -165,11 +165,11 @@ def allowed_pairs(documents: Tensor | None, window: int | None, queries: Tensor,
 
 
 def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> BlockMask:
-    """FlexAttention's table: which blocks are attended to in part, and which in full.
+    """Makes FlexAttention's table of the blocks attended to in part, and in full.
 
-    A block of keys is needed where it is not after the block of queries, within the window, and their ranges of
-    documents overlap; it is attended to in full where all its keys come before all queries, within the window of each,
-    and both blocks are of one document. Nothing of size Q x K is made.
+    A block of keys is needed if it is not after the block of queries, is within the window, and the blocks' ranges of
+    documents overlap. It is attended to in full if all its keys come before all queries, within the window of each, and
+    both blocks belong to one document. Nothing of size Q x K is made.
 
     Args:
         documents: [B, S], document index of every position; None for one document.
@@ -182,7 +182,7 @@ def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, k
     needed, full = k_start <= q_end, k_end <= q_start
     if window is not None:
         needed, full = needed & (q_start - k_end < window), full & (q_end - k_start < window)
-    # of an incomplete last block, FlexAttention has to mask what is missing
+    # FlexAttention has to mask the missing part of an incomplete last block
     full = full & ((torch.arange(full.shape[-1], device=full.device) + 1) * BLOCK <= keys.numel())
     needed, full = needed[None, None], full[None, None]
     if documents is not None:
@@ -203,7 +203,7 @@ def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, k
 
 
 def _block_range(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of every block: [B, Q] -> [B, n] each."""
+    """Returns the smallest and largest value of every block: [B, Q] -> [B, n] each."""
     blocks = -(-values.shape[1] // BLOCK)
     missing = blocks * BLOCK - values.shape[1]
     padded = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1) if missing else values
@@ -224,7 +224,7 @@ def _rule(documents: Tensor | None, window: int | None, queries: Tensor, keys: T
         of_query, of_key = documents[:, queries], documents[:, keys]
 
     def distance(query: Tensor, key: Tensor) -> Tensor:
-        # of the full sequence, an index is a position
+        # in the full sequence, an index is a position
         return query - key if queries is keys else queries[query] - keys[key]
 
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

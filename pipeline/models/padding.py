@@ -1,4 +1,4 @@
-"""The padding id that some architectures compute with: RoBERTa's positions count the tokens that are not padding."""
+"""Padding ids that architectures compute with: RoBERTa's positions count the tokens that are not padding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from foundation.errors import ConfigError
 
 
 def give_padding_id(config: PretrainedConfig, end_of_text: int | None) -> None:
-    """Makes end-of-text the padding id of an architecture that cannot compute without one; changed in place.
+    """Makes end-of-text the padding id of an architecture that cannot compute without one; changes the config in place.
 
-    That id's embedding is a row of zeros then, which no gradient changes, as transformers has it for padding. Others
-    keep None: their end-of-text is a token as any other.
+    As in transformers, the padding id's embedding is then a row of zeros that no gradient changes. Other architectures
+    keep None, and their end-of-text is an ordinary token.
     """
     own = getattr(type(config), "pad_token_id", None)
     if config.pad_token_id is not None or end_of_text is None or own is None:
@@ -28,23 +28,23 @@ def give_padding_id(config: PretrainedConfig, end_of_text: int | None) -> None:
 
 
 def check_padding_id(config: PretrainedConfig, *, field: str) -> None:
-    """Replaces a negative padding id, which means none in Llama's old folders, by None; changed in place.
+    """Replaces a negative padding id (in Llama's old folders: no padding id) by None; changes the config in place.
 
-    torch counts it from the end: the last token's embedding would never get a gradient.
+    torch counts a negative id from the end: the last token's embedding would never get a gradient.
 
     Args:
         config: config of the model.
         field: name of the id in an error.
 
     Raises:
-        ConfigError: the id is beyond the vocabulary, so that the embedding has no row for it.
+        ConfigError: the id is beyond the vocabulary, so the embedding has no row for it.
     """
     padding, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if not isinstance(padding, int) or not isinstance(rows, int):
         return
     if padding < 0:
         config.pad_token_id = None
-    elif padding >= rows and not _builds(config):  # GPT-2 has no use for the id, and takes any
+    elif padding >= rows and not _builds(config):  # GPT-2 does not use the id, and accepts any
         why = f"the vocabulary has {rows} ids, and the embedding no row for it"
         raise ConfigError(field, padding, why=why, remedy="set it to null, which is no padding id, or to an id below")
 
@@ -53,9 +53,9 @@ def _builds(config: PretrainedConfig) -> bool:
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
-    except AssertionError:  # torch's, of a padding id without a row
+    except AssertionError:  # raised by torch for a padding id without a row
         return False
-    except Exception:  # whatever else an architecture wants is said where the model is built
+    except Exception:  # other errors of an architecture are reported where the model is built
         return True
     return True
 
@@ -75,7 +75,7 @@ def check_padded_positions(model: nn.Module, *, sequence_length: int) -> None:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Positions of the longest sequence that a model computes; None where its config sets no limit."""
+    """Returns the longest sequence that a model can compute, in positions; None if its config sets no limit."""
     config: Any = model.config
     given = getattr(config, "max_position_embeddings", None) or None
     after_padding = [module.num_embeddings - _before(model, module) for module in _padded_positions(model)]
@@ -88,7 +88,7 @@ def _before(model: nn.Module, positions: Any) -> int:
 
 
 def _padded_positions(model: nn.Module) -> list[Any]:
-    """Position embeddings with a row for padding."""
+    """Returns the position embeddings that have a row for padding."""
     return [
         module
         for name, module in model.named_modules()
@@ -97,7 +97,7 @@ def _padded_positions(model: nn.Module) -> list[Any]:
 
 
 def _fails(config: PretrainedConfig) -> bool:
-    """Whether a forward pass on the meta device fails, for another reason than the missing values of meta tensors."""
+    """Whether a forward pass on the meta device fails for a reason other than the missing values of meta tensors."""
     try:
         with torch.device("meta"), torch.no_grad():
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")

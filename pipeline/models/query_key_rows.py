@@ -1,14 +1,14 @@
-"""The outputs of projections that become the queries and keys of each head of a Hugging Face model.
+"""Finds the outputs of projections that become the queries and keys of each head of a Hugging Face model.
 
-To multiply the attention logits of a head by a factor, the weights that make its queries and its keys are multiplied by
-powers of it that sum to 1 (QK-Clip: Kimi Team 2025, Kimi K2, arXiv:2507.20534, section 2.1):
+To multiply the attention logits of a head by a factor, the weights of its queries and its keys are multiplied by powers
+of the factor whose exponents sum to 1 (QK-Clip: Kimi Team 2025, Kimi K2, arXiv:2507.20534, section 2.1):
 
 - separate or fused projections (q_proj and k_proj, qkv_proj, c_attn, ...): the square root for both;
 - latent attention (DeepSeek-V3): the square root for the part without rotary position, in queries (q_proj or q_b_proj)
   and keys (kv_b_proj); the factor itself for the rotated part of the queries, whose keys all heads share.
 
-Query heads that share a key head have one factor, so that the key can have its root: as Megatron-LM does
-(`Attention.clip_qk`, which takes the largest logit of the group). So heads are numbered by key heads here.
+Query heads that share a key head have one factor, so that the key can be multiplied by its root. Megatron-LM does the
+same (`Attention.clip_qk` uses the largest logit of the group). Heads are therefore numbered by key heads here.
 
 Shapes: H heads, K key heads, d head size, R outputs of a projection.
 """
@@ -31,18 +31,18 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "att_proj")
 _HALF = 0.5
 
 NORM = re.compile(r"(q|k|qk|query|key)_?(layer)?_?(norm|ln|layernorm)")
-"""Name of a norm of queries or keys, in an attention module."""
+"""Pattern of the names of query and key norms in an attention module."""
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The outputs of a projection that become queries or keys: of its weight, or of its bias.
+    """Outputs of a projection's weight or bias that become queries or keys.
 
     Attributes:
         shape: shape of the parameter.
-        dim: dim of the parameter that has the outputs.
-        heads: int64 [R], the key head of every output; 0 where it has none.
-        powers: fp32 [R], power of the key head's factor that the output is multiplied by; 0 where it stays.
+        dim: dim of the parameter along which the outputs lie.
+        heads: int64 [R], the key head of every output; 0 if it has none.
+        powers: fp32 [R], exponent of the key head's factor that multiplies the output; 0 for unchanged outputs.
     """
 
     shape: tuple[int, ...]
@@ -58,12 +58,12 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """An attention module.
+    """The outputs of an attention module's projections.
 
     Attributes:
         name: name of the module.
         key_heads: number of key heads, K.
-        rows: name of each parameter -> its outputs.
+        rows: parameter name -> its outputs.
     """
 
     name: str
@@ -72,7 +72,7 @@ class AttentionHeads:
 
 
 def attention_heads(model: nn.Module) -> list[AttentionHeads]:
-    """The attention modules of a model whose projections are known, in its order.
+    """Finds the attention modules of a model whose projections are known, in the model's order.
 
     Args:
         model: a whole model, on any device: a sharded parameter no longer has its full shape.
@@ -93,12 +93,12 @@ def attention_heads(model: nn.Module) -> list[AttentionHeads]:
 
 
 def norms_of_heads(module: nn.Module) -> list[str]:
-    """Names of the norms of queries and keys in an attention module."""
+    """Returns the names of the norms of queries and keys in an attention module."""
     return [name for name, _ in module.named_children() if NORM.fullmatch(name.lower())]
 
 
 Outputs = tuple[nn.Module, Tensor, Tensor]
-"""A projection, and the key head and the power of each of its outputs."""
+"""A projection, with the key head and the power of each of its outputs."""
 
 
 def _outputs_of(name: str, module: nn.Module, config: Any, forms: Mapping[str, MatrixForm]) -> Iterator[Outputs]:
@@ -151,7 +151,7 @@ def _latent(module: Any, config: Any) -> Iterator[Outputs]:
 
 
 def _fused(module: Any, projection: Any, form: MatrixForm, config: Any) -> Iterator[Outputs]:
-    """Queries, keys and values in one tensor."""
+    """Yields the outputs of a projection that fuses queries, keys and values."""
     size = next((n for n in (getattr(module, each, None) for each in ("head_dim", "head_size")) if n), None)
     size = size or attention_sizes(config)[2]
     if len(form.parts) != 3:

@@ -1,4 +1,4 @@
-"""Rounding to the numbers that a quantization stores: signed integers or e4m3, times a scale."""
+"""Rounds to the numbers that a quantization stores: signed integers or e4m3, times a scale."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 Rounding = Callable[[Tensor, Tensor], Tensor]
-"""(weights, their scales) -> the nearest numbers that can be stored, same shape."""
+"""Function (weights, scales) -> nearest numbers that can be stored, in the same shape."""
 
 
 @cache
 def integers(bits: int) -> Rounding:
-    """Rounding to signed integers times the scale; one function for each number of bits."""
+    """Returns the function that rounds to signed integers of `bits` bits times the scale, always the same object."""
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     return lambda weight, scale: (weight / scale).round().clamp(lowest, highest) * scale
 
 
 def e4m3(weight: Tensor, scale: Tensor) -> Tensor:
-    """Rounding to e4m3 times the scale."""
+    """Rounds to e4m3 times the scale."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     return (weight / scale).clamp(-limit, limit).to(torch.float8_e4m3fn).to(weight.dtype) * scale

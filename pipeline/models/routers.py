@@ -1,8 +1,8 @@
 """Finds the routers of a mixture of experts: the modules that choose the experts of every token.
 
-Transformers records a router's logits on request, and so names the class of the routers and where in their output the
-logits are (`_can_record_outputs`). A router returns a tuple: the logits [N, E], the weights of the chosen experts
-[N, K], and their indices, integers [N, K], of N tokens, E experts, K of them per token.
+Transformers can record a router's logits; its `_can_record_outputs` names the routers' class and the position of the
+logits in their output. For N tokens, E experts and K experts per token, a router returns a tuple: the logits [N, E],
+the weights of the chosen experts [N, K], and their indices, integers [N, K].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 BIAS = "e_score_correction_bias"
-"""Buffer that is added to the scores only to choose experts. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
+"""Buffer added to the scores only to choose experts. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -33,9 +33,9 @@ class Router:
     Attributes:
         name: name of the module.
         module: the router.
-        logits: index of the logits in its output.
+        logits: index of the logits in the router's output.
         experts: number of experts, E.
-        bias_owner: the module with the correction bias, and its name: the router itself or its block; None without one.
+        bias_owner: module with the correction bias (router or its block), and the module's name; None without one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Routed:
         logits: [N, E].
         weights: [N, K], weights of the chosen experts.
         indices: int64 [N, K], indices of the chosen experts.
-        weights_at: index of the weights in the output.
+        weights_at: index of the weights in the router's output.
     """
 
     logits: Tensor
@@ -63,7 +63,7 @@ class Routed:
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """The routers of a model, in its order; [] for a dense model, or where transformers does not name the routers."""
+    """Finds a model's routers, in the model's order; [] if it is dense or transformers does not name its routers."""
     recorded = list(_recorders(model))
     modules = dict(model.named_modules())
     return [
@@ -75,7 +75,7 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def routed(output: Any, logits_at: int) -> Routed | None:
-    """Reads a router's output; None where it is not the tuple that the module's docstring describes."""
+    """Reads a router's output; None if it is not the tuple that the module's docstring describes."""
     if not isinstance(output, tuple) or logits_at >= len(output):
         return None
     logits = output[logits_at]

@@ -1,7 +1,7 @@
-"""The order in which torch's kernels of scaled dot product attention are tried: the first that takes the inputs runs.
+"""Sets the order in which torch tries its sdpa kernels: the first that supports the inputs runs.
 
-torch has an order of its own, which its versions have changed; a run states one. `make gpu-check` times every kernel
-(row `sdpa-order` of docs/performance.md).
+torch's own order changes between versions, so a run sets one. `make gpu-check` times every kernel (row `sdpa-order` of
+docs/performance.md).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HOPPER = (9, 0)
 
 
 def sdpa_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
-    """The kernels in their order, for a GPU's compute capability.
+    """Returns the order of the kernels for a GPU's compute capability.
 
-    From Hopper (9.0) on cuDNN is first: its kernels use the tensor cores' asynchronous instructions and the tensor
-    memory accelerator, while torch's FlashAttention is version 2, written for Ampere. Before Hopper FlashAttention is.
-    Inputs that neither takes (fp32) go to the memory-efficient kernel, and those that no kernel takes to plain
+    From Hopper (9.0) on, cuDNN is first: its kernels use the tensor cores' asynchronous instructions and the tensor
+    memory accelerator, while torch's FlashAttention is version 2, written for Ampere. Before Hopper, FlashAttention is
+    first. Inputs that neither supports (fp32) use the memory-efficient kernel; inputs that no kernel supports use plain
     products.
     """
     flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -36,13 +36,13 @@ def sdpa_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
 
 
 def describe_order(order: tuple[SDPBackend, ...]) -> str:
-    """The names of kernels in their order, as text."""
+    """Lists the names of kernels in order, as text."""
     return ", ".join(_TITLES[backend] for backend in order)
 
 
 @contextmanager
 def ordered_sdpa(device: torch.device) -> Iterator[str | None]:
-    """Sets the order of `sdpa_order` for the process within a block; on a GPU, yields a line that reports it."""
+    """Sets the order of `sdpa_order` for the process within a block; on a GPU, yields a line that reports the order."""
     if device.type != "cuda":
         yield None
         return

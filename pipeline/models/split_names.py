@@ -1,7 +1,7 @@
-"""llama.cpp's name for the pre-tokenizer of a tokenizer, or why it has none. No torch.
+"""Finds llama.cpp's name for the pre-tokenizer of a tokenizer, or the reason why it has none. No torch.
 
-llama.cpp knows byte-level BPE by the name of its split pattern, and sentencepiece's BPE by scores of pieces. A pattern
-without a name, and sentencepiece's unigram, whose segmentation llama.cpp computes in another way, are refused.
+llama.cpp supports byte-level BPE, with a named split pattern, and sentencepiece's BPE, with scores of pieces. Refused
+are patterns without a name, and sentencepiece's unigram, which llama.cpp segments differently.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 SPLITS = {_LLAMA3: "smaug-bpe", _QWEN2: "qwen2"}
 """Split pattern -> llama.cpp's name."""
 LLAMA3 = "llama-bpe"
-"""llama.cpp's name of Llama 3's pattern where whole words of the vocabulary come before merges (`ignore_merges`)."""
+"""llama.cpp's name of Llama 3's pattern if whole words of the vocabulary precede merges (`ignore_merges`)."""
 GPT2 = "gpt-2"
-"""llama.cpp's name of the pattern inside of tokenizers' ByteLevel."""
+"""llama.cpp's name of the pattern inside ByteLevel of the package tokenizers."""
 SENTENCEPIECE = "default"
-"""llama.cpp's name where scores of pieces take the place of a split pattern."""
+"""llama.cpp's name for scores of pieces instead of a split pattern."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The pre-tokenizer of llama.cpp that fits a tokenizer, if it has one.
+    """The pre-tokenizer of llama.cpp that fits a tokenizer, if there is one.
 
     Attributes:
-        name: llama.cpp's name of the pre-tokenizer; None where it has none that gives the same ids.
-        why: reason why it has none; None where it has one.
+        name: llama.cpp's name of the pre-tokenizer; None if none gives the same ids.
+        why: reason why there is none; None if there is one.
     """
 
     name: str | None
@@ -60,13 +60,13 @@ def conversion(folder: Path) -> Conversion:
 
 
 def pre_tokenizer(folder: Path) -> str:
-    """llama.cpp's name for the pre-tokenizer of a folder.
+    """Returns llama.cpp's name for the pre-tokenizer of a folder.
 
     Args:
         folder: folder with tokenizer.json, and with tokenizer.model where sentencepiece made it.
 
     Raises:
-        ConfigError: llama.cpp has none that gives the same ids, or the folder has no tokenizer.json.
+        ConfigError: llama.cpp has no pre-tokenizer that gives the same ids, or the folder has no tokenizer.json.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -79,10 +79,10 @@ def pre_tokenizer(folder: Path) -> str:
 
 
 def split_name(tokenizer: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the split pattern of a byte-level BPE tokenizer.json.
+    """Returns llama.cpp's name for the split pattern of a byte-level BPE tokenizer.json.
 
     Raises:
-        ConfigError: llama.cpp has none.
+        ConfigError: llama.cpp has no such pattern.
     """
     if (tokenizer.get("model") or {}).get("type") != "BPE":
         raise refused("it is no BPE tokenizer: llama.cpp segments unigram models otherwise, so that ids would differ")
@@ -112,10 +112,10 @@ def _refuse_other_bpe(model: Mapping[str, Any]) -> None:
 
 
 def _by_merges(tokenizer: Mapping[str, Any], name: str) -> str:
-    """Returns `name`, with which llama.cpp finds words by merges alone.
+    """Returns `name`, a pattern for which llama.cpp finds words only by merges.
 
     Raises:
-        ConfigError: a word of the vocabulary comes before its merges, which give other ids.
+        ConfigError: the tokenizer finds a word of the vocabulary before merges, which would give other ids.
     """
     unmade = words_without_merges(tokenizer)
     if unmade:
@@ -125,7 +125,7 @@ def _by_merges(tokenizer: Mapping[str, Any], name: str) -> str:
 
 
 def words_without_merges(tokenizer: Mapping[str, Any]) -> list[str]:
-    """The tokens that a tokenizer.json with `ignore_merges` finds as whole words and its merges do not make."""
+    """Tokens that a tokenizer.json with `ignore_merges` finds as whole words and that merges do not make."""
     from tokenizers import Tokenizer  # noqa: PLC0415
 
     if not tokenizer["model"].get("ignore_merges"):
@@ -138,10 +138,10 @@ def words_without_merges(tokenizer: Mapping[str, Any]) -> list[str]:
 
 
 def sentencepiece_bpe(folder: Path, raw: Mapping[str, Any]) -> Any:
-    """The parsed tokenizer.model of a sentencepiece BPE that llama.cpp takes.
+    """Parses the tokenizer.model of a sentencepiece BPE that llama.cpp supports.
 
     Raises:
-        ConfigError: it is a unigram model, it changes white space, or tokenizer.json is of another model.
+        ConfigError: the model is a unigram model, changes white space, or differs from tokenizer.json.
     """
     from sentencepiece import sentencepiece_model_pb2  # noqa: PLC0415 - only sentencepiece models need protobuf
 
@@ -159,7 +159,7 @@ def _refuse_other_pieces(raw: Mapping[str, Any], pieces: list[str]) -> None:
     """Refuses a tokenizer.model that differs from tokenizer.json: programs read one or the other.
 
     Raises:
-        ConfigError: names the first id that stands for two pieces.
+        ConfigError: they differ; names the first id that stands for two pieces.
     """
     tokens = {number: token for token, number in raw["model"]["vocab"].items()}
     for number, piece in enumerate(pieces):
@@ -169,5 +169,5 @@ def _refuse_other_pieces(raw: Mapping[str, Any], pieces: list[str]) -> None:
 
 
 def refused(why: str, remedy: str = "serve the Hugging Face folder with vLLM or transformers") -> ConfigError:
-    """The error of a tokenizer that llama.cpp cannot take."""
+    """Makes the error for a tokenizer that llama.cpp does not support."""
     return ConfigError("tokenizer", why=why, remedy=remedy)

@@ -30,10 +30,10 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Loads a folder's tokenizer with `AutoTokenizer`, neither executing code in the folder nor asking whether to.
+    """Loads a folder's tokenizer with `AutoTokenizer`, without executing code in the folder or asking whether to.
 
     Raises:
-        DataError: there is none that transformers loads by itself.
+        DataError: there is no tokenizer that transformers loads without code in the folder.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415  takes seconds, and a refusal should not wait for it
 

@@ -1,7 +1,7 @@
-"""Experts as linear layers of their own, where transformers has the weights of all experts in one tensor.
+"""Converts experts to separate linear layers, where transformers has the weights of all experts in one tensor.
 
-transformers 5 stacks experts, [E, 2 F, D] and [E, D, F]; model folders, and programs that serve them, have one matrix
-for each expert and projection. Only those can be calibrated, rounded and packed like every other linear layer.
+transformers 5 stacks experts, [E, 2 F, D] and [E, D, F]; model folders and serving programs have one matrix per expert
+and projection. Only separate matrices can be calibrated, rounded and packed like every other linear layer.
 
 Shapes: E experts, N tokens, D model, F features of an expert, K experts of a token.
 """
@@ -19,7 +19,7 @@ FUSED = ("gate_up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """down(act(gate(x)) * up(x)); the three linear layers have their names in model folders.
+    """Computes down(act(gate(x)) * up(x)); the three linear layers have the names used in model folders.
 
     Args:
         names: names of the linear layers gate, up and down.
@@ -36,17 +36,17 @@ class Expert(nn.Module):
             self.add_module(name, layer)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[N, D] -> [N, D]."""
+        """Computes [N, D] -> [N, D]."""
         gate, up, down = (self.get_submodule(name) for name in self._names)
         found: Tensor = down(self._act(gate(states)) * up(states))
         return found
 
 
 class UnfusedExperts(nn.ModuleList):
-    """Experts as modules of their own, in place of a module of stacked experts."""
+    """Separate expert modules that replace a module of stacked experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[N, D], indices [N, K], weights [N, K] -> [N, D]. An expert without tokens runs on an empty tensor."""
+        """Maps [N, D], indices [N, K], weights [N, K] to [N, D]. An expert without tokens runs on an empty tensor."""
         out = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
             token, place = torch.where(top_k_index == number)
@@ -56,13 +56,13 @@ class UnfusedExperts(nn.ModuleList):
 
 
 def unfuse_experts(model: nn.Module) -> int:
-    """Replaces every module of stacked experts, in place; no copy of the weights is made.
+    """Replaces every module of stacked experts, in place, without copying weights.
 
     Returns:
         Number of modules that were replaced.
 
     Raises:
-        DataError: stacked experts of a form that is not known (biases, transposed weights, other names).
+        DataError: stacked experts have an unknown form (biases, transposed weights, other names).
     """
     fused = [name for name, module in model.named_modules() if is_fused(module)]
     for name in fused:
@@ -76,7 +76,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def folder_names(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """Module -> its name in model folders, e.g. `mlp.experts.0.w1` -> `block_sparse_moe.experts.0.w1` in Mixtral.
+    """Maps modules to names in model folders, e.g. `mlp.experts.0.w1` to `block_sparse_moe.experts.0.w1` in Mixtral.
 
     Args:
         model: model whose experts are unfused.
@@ -103,7 +103,7 @@ def _unfused(model: nn.Module, name: str) -> UnfusedExperts:
 
 
 def _leaves(model: nn.Module, name: str, value: Tensor) -> list[str]:
-    """The names that the parts of expert 0 have in files, in the order in which the stacked tensor has them."""
+    """Returns the names in files of the parts of expert 0, in their order in the stacked tensor."""
     (group,) = groups_of_model(model, [name])
     if group.converter is None:
         raise _unknown(name, "transformers stores it as it is")

@@ -1,4 +1,4 @@
-"""Batches of a user's loader: nested dicts, lists and tuples of tensors; moving, slicing and casting them."""
+"""Moves, slices and casts batches of a user's loader: nested dicts, lists and tuples of tensors."""
 
 from __future__ import annotations
 

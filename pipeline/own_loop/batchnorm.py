@@ -1,7 +1,7 @@
 """Synchronized BatchNorm: statistics over the samples of all ranks, equal to one process with the whole batch.
 
 torch.nn.SyncBatchNorm supports fp32 weights on GPUs, and refuses CPU tensors. This module covers the other cases, and
-weights in half precision with statistics in fp32, which torch's does not support.
+half-precision weights with fp32 statistics, which torch's does not support.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SyncedBatchNorm(_BatchNorm):
         self.train(norm.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """See the class."""
+        """Normalizes the input over all ranks' samples."""
         assert input.ndim >= 2, input.shape
         dims, shape = [0, *range(2, input.ndim)], (1, -1, *(1,) * (input.ndim - 2))
         values = input.float()

@@ -1,6 +1,6 @@
 """Config of a custom training loop: a run's training sections, without model, data and run.
 
-The same DeepSpeed keys, with the same meaning and the same refusals.
+The DeepSpeed keys have the same meaning as in a run, and the same checks.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class BatchShare:
     def slices(self) -> list[slice]:
         """This rank's slices of a global batch, one per micro-batch.
 
-        The j-th micro-batches of all ranks together are contiguous samples, so that the order of summation depends on
-        the micro-batch size and not on the number of ranks alone.
+        The j-th micro-batches of all ranks together are contiguous samples: the order of summation depends on the
+        micro-batch size, not on the number of ranks alone.
         """
         starts = ((j * self.ranks + self.rank) * self.micro for j in range(self.accumulation))
         return [slice(start, start + self.micro) for start in starts]
@@ -127,7 +127,7 @@ def load_loop_config(source: str | Path | Mapping[str, Any] | None) -> LoopConfi
         source, overrides = given.config, given.overrides
     assert source is not None
     given_keys = dict(source) if isinstance(source, Mapping) else configfile.load(source, overrides)
-    translated = translate(given_keys, micro_batch=None)  # "auto" is the batch of the loader here
+    translated = translate(given_keys, micro_batch=None)  # "auto" means the loader's batch here
     raw = translated.raw
     why = "it has no meaning in a custom training loop"
     foreign = [ConfigError(key, raw[key], why=why, remedy=text) for key, text in _NOT_IN_A_LOOP.items() if key in raw]

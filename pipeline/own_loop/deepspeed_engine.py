@@ -1,7 +1,7 @@
 """Custom training loops on DeepSpeed: ZeRO stages 0 to 3.
 
-With bf16 or fp16 the model's weights are in that dtype and the optimizer has fp32 master weights. ZeRO 0 has no fp32
-master weights then, so ZeRO 1 is used instead: the same loss curve in less memory.
+With bf16 or fp16 the model's weights are in that dtype and the optimizer has fp32 master weights. There ZeRO 0 would
+have no fp32 master weights: ZeRO 1 is used instead, with the same loss curve in less memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeepSpeedLoop(LoopEngine):
         self._stage = max(config.zero_optimization.stage, 1) if half else config.zero_optimization.stage
         statistics = _statistics(parts.model)
         self._finite = True
-        if self._stage == 0:  # at the other stages DeepSpeed itself skips an update that is not finite
+        if self._stage == 0:  # at other stages DeepSpeed itself skips non-finite updates
             with_update_gate(parts.optimizer, lambda: self._finite)
         set_up_deepspeed()
         if self._stage < 3:
@@ -65,7 +65,7 @@ class DeepSpeedLoop(LoopEngine):
         for group, peak in zip(self._groups(), self._peaks, strict=True):
             group["lr"] = peak
         for module, buffers in statistics:
-            module._buffers.update(buffers)  # DeepSpeed casts them to half precision
+            module._buffers.update(buffers)  # DeepSpeed casts buffers to half precision
 
     def _root(self) -> Any:
         return self._engine
@@ -91,7 +91,7 @@ class DeepSpeedLoop(LoopEngine):
             return
         if self._stage > 0:
             reported = self._engine.get_global_grad_norm()
-        # -1 and None mean that the update was skipped
+        # -1 and None: the update was skipped
         self.grad_norm = math.inf if reported is None or float(reported) < 0 else float(reported)
         if not self._parts.config.fp16.enabled:
             raise_if_non_finite(self.steps + 1, "gradient norm", self.grad_norm)

@@ -1,9 +1,9 @@
-"""Check that a user's optimizer may be sharded: its update of an element must depend on no other element.
+"""Checks that a user's optimizer may be sharded: its update of an element must depend on no other element.
 
-ZeRO updates flat pieces of all parameters joined together, FSDP2 rows of them. An optimizer that looks at a whole
-tensor (Adafactor's row and column means, Muon's orthogonalization, LAMB's norms) computes another update from a piece,
-without an error. So an optimizer of unknown kind is tried: whole parameters against flat pieces that cut through them,
-each piece in an optimizer of its own as on a rank of its own, with the same gradients.
+ZeRO updates flat pieces of all parameters joined together, FSDP2 rows of parameters. An optimizer that uses a whole
+tensor (Adafactor's row and column means, Muon's orthogonalization, LAMB's norms) computes a different update from a
+piece, without an error. So an optimizer of unknown kind is tried on whole parameters and on flat pieces that cut
+through them, with the same gradients. Each piece has its own optimizer, as on a rank.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pipeline.config.sections.optimizers import KINDS, UpdateScope
 
 _NAMES = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(getattr(torch.optim, name) for name in _NAMES)
-"""torch's element-wise optimizers by their exact class (ours: by module): a derived class may do anything."""
+"""torch's element-wise optimizers, by exact class (ours: by module): a derived class may do anything."""
 _MODULES = frozenset(kind.module for kind in KINDS if kind.scope is UpdateScope.ELEMENT)
 
 STEPS = 25
-"""Steps of a trial, more than the interval at which published optimizers refresh a tensor's statistics (10, 20)."""
+"""Steps of a trial: more than the interval (10, 20) at which published optimizers refresh a tensor's statistics."""
 
 TOLERANCE = 1e-4
-"""Largest difference as a share of the largest update. Rounding differs by 1e-6 (vector kernels treat the last elements
-of a tensor apart); the update of Adafactor's pieces differs by 3.7."""
+"""Largest difference as a share of the largest update. Rounding differs by 1e-6 (vector kernels treat a tensor's last
+elements separately); on Adafactor's pieces the update differs by 3.7."""
 
 _SHAPES = ((12, 8), (8,), (5, 3, 2))
 _CUTS = (50, 40, 44)
-"""Flat pieces of the parameters of `_SHAPES` joined together; two cut through a matrix."""
+"""Sizes of flat pieces of the joined parameters of `_SHAPES`; two pieces cut through a matrix."""
 
 
 def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """The reason why an optimizer cannot be sharded; None when its update is element-wise.
+    """Returns the reason why an optimizer cannot be sharded; None when its update is element-wise.
 
     The optimizer, its state and the parameters stay as they are. Takes milliseconds.
     """
@@ -65,8 +65,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, engine: str, stage: i
     Args:
         optimizer: the user's optimizer.
         engine: deepspeed or torch.
-        stage: ZeRO stage that runs: at 0 the optimizer sees whole parameters, at all others pieces.
-        half: bf16 or fp16, where engine deepspeed runs stage 0 as 1.
+        stage: ZeRO stage of the run: at 0 the optimizer sees whole parameters, at other stages pieces.
+        half: whether bf16 or fp16 is on, where engine deepspeed runs stage 0 as 1.
 
     Raises:
         ConfigError: the optimizer is not element-wise.
@@ -85,11 +85,11 @@ def largest_difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) 
     """Largest difference between updates of whole parameters and of pieces, as a share of the largest update.
 
     Args:
-        optimizer: the optimizer, of whose class another one is tried, in fp32 on the CPU.
+        optimizer: the user's optimizer; a new one of its class is tried, in fp32 on the CPU.
         group: the parameter group whose options are used, at a learning rate of 0.01.
 
     Returns:
-        The largest over `STEPS` steps; None if no weight changed. NaN if an update is not finite.
+        The largest difference over `STEPS` steps; None if no weight changed. NaN if an update is not finite.
     """
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
@@ -99,7 +99,7 @@ def largest_difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) 
     together, apart = _trial(optimizer, group, whole), [_trial(optimizer, group, [piece]) for piece in pieces]
     worst, changed = 0.0, False
     for _step in range(STEPS):
-        # sizes from 1e-3 to 1, so that statistics of a whole tensor differ from those of its pieces
+        # sizes from 1e-3 to 1: a whole tensor's statistics differ from its pieces'
         gradient = torch.randn(flat.shape, generator=generator) * 10 ** (-3 * torch.linspace(0, 1, len(flat)))
         before = _joined(whole)
         _step_with(together, whole, gradient)
@@ -119,7 +119,7 @@ def _trial(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and options on other parameters, with no state and no hooks."""
     made = object.__new__(type(optimizer))
-    # torch's schedulers and profilers put a `step` of their own on an object; the class's is tried
+    # schedulers and profilers of torch put their own `step` on an object; the class's `step` is tried
     for key, value in optimizer.__dict__.items():
         if key not in ("step", "state", "param_groups"):
             made.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value

@@ -1,11 +1,11 @@
 """Engine of a custom training loop: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
 
-Two implementations (`torch_engine.py`, `deepspeed_engine.py`) share what is here: gradient accumulation, learning
-rates, printing on rank 0, checkpoints.
+Its two implementations (`torch_engine.py`, `deepspeed_engine.py`) share gradient accumulation, learning rates, printing
+on rank 0 and checkpoints.
 
-The loss that is given to `backward` is the mean over this rank's micro-batch, as in a plain loop. Gradients are
-averaged over ranks and over the micro-batches of an optimizer step (gradient accumulation), which gives those of the
-mean over the global batch.
+The loss given to `backward` is the mean over this rank's micro-batch, as in a plain loop. Gradients are averaged over
+ranks and over the micro-batches of an optimizer step (gradient accumulation), which gives the gradients of the mean
+over the global batch.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Parts:
 class LoopEngine(ABC):
     """A distributed model for a custom training loop. Collective: every rank calls the same methods.
 
-    Other attributes are those of the user's model: `engine.config`, `engine.generate`, ...
+    All other attributes are those of the user's model: `engine.config`, `engine.generate`, ...
 
     Attributes:
         module: the user's model.
-        rank, world_size, is_main: this process among all; `is_main` on rank 0.
+        rank, world_size, is_main: this process's rank, the number of processes, and whether the rank is 0.
         device: this rank's device.
         steps: optimizer steps so far.
         accumulation: micro-batches per optimizer step (`gradient_accumulation_steps`).
@@ -107,7 +107,7 @@ class LoopEngine(ABC):
             loss: scalar, the mean over this rank's micro-batch.
 
         Returns:
-            Its mean over all ranks, detached.
+            The loss's mean over all ranks, detached.
         """
         if loss.ndim:
             raise TrainingError(
@@ -135,7 +135,7 @@ class LoopEngine(ABC):
             Whether this call completed an optimizer step.
 
         Raises:
-            TrainingError: the gradient is not finite, in fp32 or bf16; with fp16 such a step is skipped.
+            TrainingError: the gradient is not finite in fp32 or bf16; with fp16 the step is skipped.
         """
         if not self._backwards:
             raise TrainingError("step was called without a preceding backward\n  try: one step after every backward")
@@ -153,15 +153,15 @@ class LoopEngine(ABC):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the next `backward` is the last of an optimizer step, so that gradients are reduced over ranks."""
+        """Whether the next `backward` is the last of an optimizer step: gradients are then reduced over ranks."""
         return self._backwards % self._accumulation + 1 == self._accumulation
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context of micro-batches whose gradients are accumulated on this rank, without communication.
 
-        Every micro-batch but the last of `gradient_accumulation_steps` is run so by itself; a loop that is written
-        with `no_sync` keeps its lines, and they are checked.
+        The engine itself does this for every micro-batch but the last of `gradient_accumulation_steps`. A loop written
+        with `no_sync` may keep its lines, which are checked.
 
         Raises:
             TrainingError: a `backward` within the context is the last of an optimizer step.
@@ -175,11 +175,11 @@ class LoopEngine(ABC):
     def gather_for_metrics(self, values: Any) -> Any:
         """Gathers predictions or labels of the micro-batches of all ranks, in the order of samples. Collective.
 
-        Micro-batches of one forward pass are consecutive samples over the ranks, and no sample is a copy for padding,
-        so nothing has to be left out at the end of an epoch.
+        Micro-batches of one forward pass are consecutive samples over the ranks. No sample is a padding copy: nothing
+        has to be dropped at the end of an epoch.
 
         Args:
-            values: a tensor [B, ...] of this rank, or nested dicts, lists and tuples of such; B may differ between
+            values: a tensor [B, ...] of this rank, or nested dicts, lists and tuples of tensors; B may differ between
                 ranks. A scalar becomes a tensor [ranks].
 
         Returns:
@@ -190,19 +190,19 @@ class LoopEngine(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         """Gathers the full weights and buffers under the user's names, on the CPU. Collective.
 
-        Weights are the fp32 master weights, whatever the engine, ZeRO stage and precision. One parameter at a time is
-        gathered, so that other ranks never hold more than one.
+        Weights are the fp32 master weights for every engine, ZeRO stage and precision. Parameters are gathered one at a
+        time: other ranks never hold more than one.
 
         Returns:
-            On rank 0 the same as `state_dict` of the plain model; empty on other ranks.
+            On rank 0 the `state_dict` of the plain model; empty on other ranks.
         """
         return full_state_dict(self._state_entries(), self.module, device=self.device)
 
     def save_model(self, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Path:
         """Writes the final weights as a model folder, complete or absent. Collective.
 
-        A Hugging Face model becomes what its `save_pretrained` writes; any other module `model.safetensors`, to be
-        loaded with `safetensors.torch.load_model`.
+        A Hugging Face model is written as by its `save_pretrained`. Any other module is written as `model.safetensors`,
+        to be loaded with `safetensors.torch.load_model`.
 
         Args:
             folder: the model folder, which must not exist yet.
@@ -254,7 +254,7 @@ class LoopEngine(ABC):
             The optimizer step of the checkpoint, 0 without one.
 
         Raises:
-            CheckpointError: the checkpoint is of another model or optimizer, or damaged.
+            CheckpointError: the checkpoint belongs to another model or optimizer, or is damaged.
         """
         newest = CheckpointStore(Path(directory), keep=2).newest_intact(self.print)
         if newest is None:
@@ -302,7 +302,7 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _after_load(self) -> None:
-        """Updates whatever is derived from the weights; called after they were loaded."""
+        """Updates all values derived from the weights; called after the weights were loaded."""
 
     @abstractmethod
     def _loss_scale(self) -> list[float]: ...
@@ -312,11 +312,11 @@ class LoopEngine(ABC):
 
 
 class PreparedOptimizer:
-    """Replaces the user's optimizer in the loop: `step` is the engine's, and so is clearing gradients.
+    """Replaces the user's optimizer in the loop: the engine's `step` updates the weights and clears gradients.
 
     Args:
         engine: the engine.
-        optimizer: the user's optimizer; other attributes are looked up there.
+        optimizer: the user's optimizer, which provides all other attributes.
     """
 
     def __init__(self, engine: LoopEngine, optimizer: torch.optim.Optimizer) -> None:
@@ -327,7 +327,7 @@ class PreparedOptimizer:
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine clears gradients after an optimizer step, not between its micro-batches."""
+        """Does nothing: the engine clears gradients after an optimizer step, not between micro-batches."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)

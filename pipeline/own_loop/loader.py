@@ -1,7 +1,7 @@
 """Distributes a user's loader over ranks: all ranks together see the samples of one process, in the same order.
 
-Rank 0's sampler determines the order for all ranks, so that they need no equal seeds. An incomplete last global batch
-is never padded with copies: it is refused, or dropped if the loader has `drop_last`.
+Rank 0's sampler determines the order for all ranks: they need no equal seeds. An incomplete last global batch is never
+padded with copies. It is refused, or dropped if the loader has `drop_last`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipeline.own_loop.batches import moved, part_of, samples_in
 from pipeline.own_loop.config import BatchShare
 
 _BLOCK = 256
-"""Optimizer steps whose sample order is broadcast at a time."""
+"""Number of optimizer steps whose sample order is broadcast at a time."""
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Batch size of a torch DataLoader; None for other iterables, whose batches show it."""
+    """Batch size of a torch DataLoader; None for other iterables, where batches show it."""
     if isinstance(loader, DataLoader):
         return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
     return None
@@ -74,22 +74,22 @@ class SharedLoader:
 
     @property
     def _sampler(self) -> _RankSampler | None:
-        """The sampler of this rank's micro-batches; None where every rank reads the batches of all."""
+        """The sampler of this rank's micro-batches; None if every rank reads all ranks' batches."""
         sampler = getattr(self._batches, "batch_sampler", None)
         return sampler if isinstance(sampler, _RankSampler) else None
 
     def skip_first_batches(self, batches: int) -> SharedLoader:
-        """Returns a loader of the same epoch from a later micro-batch on, to go on after `engine.load`.
+        """Returns a loader of the same epoch from a later micro-batch on, to continue after `engine.load`.
 
-        The order of samples is that of the full epoch. A DataLoader over a dataset with a length reads none of the
-        skipped samples, its sampler draws their indices only; other iterables are read up to there.
+        The order of samples is that of the full epoch. A DataLoader over a dataset with a length reads no skipped
+        sample: its sampler only draws their indices. Other iterables are read up to there.
 
         Args:
-            batches: micro-batches of this rank to leave out, as this loader yields them: a multiple of
-                `gradient_accumulation_steps`, since samples are consumed by whole optimizer steps.
+            batches: number of this rank's micro-batches to leave out: a multiple of `gradient_accumulation_steps`,
+                since whole optimizer steps consume samples.
 
         Raises:
-            DataError: the number is no such multiple, or more than the epoch has.
+            DataError: the number is not such a multiple, or exceeds the epoch.
         """
         each = self._share.accumulation
         if batches < 0 or batches % each:

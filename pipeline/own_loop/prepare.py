@@ -47,15 +47,16 @@ def prepare(
         model: any module, with its weights; those of rank 0 are broadcast.
         optimizer: a torch optimizer of the model's parameters; the config's if None.
         loader: a torch DataLoader, or an iterable of batches that is the same on every rank.
-        config: a JSON file or its content; from the command line (`--config FILE --set KEY=VALUE`) if None.
-        scheduler: a torch scheduler of the optimizer, stepped by the engine once per optimizer step, if any.
+        config: a JSON file or its content; None for the command line (`--config FILE --set KEY=VALUE`).
+        scheduler: a torch scheduler of the optimizer, which the engine steps once per optimizer step; None for no
+            scheduler.
 
     Returns:
-        The engine, called like the model; an optimizer whose `step` is the engine's; this rank's loader.
+        The engine, called like the model; an optimizer with the engine's `step`; this rank's loader.
 
     Raises:
-        ConfigError: the config is invalid, or does not fit the arguments; or an optimizer that looks at whole tensors
-            would be sharded.
+        ConfigError: the config is invalid or does not fit the arguments; or the layout would shard an optimizer that
+            uses whole tensors.
         TrainingError: a rank is missing or does not respond.
     """
     checked, launch = load_loop_config(config), detect()
@@ -96,12 +97,12 @@ def _optimizer(config: LoopConfig, model: nn.Module, given: torch.optim.Optimize
         raise ConfigError("optimizer", why=why, remedy='add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}')
     params = config.optimizer.params
     groups = parameter_groups(dict(model.named_parameters()), update_scales(model), params)
-    # torch's fused SGD needs momentum of all parameters at once, and a model of one's own may leave some out of a step
+    # torch's fused SGD needs momentum of all parameters at once, and a user's model may leave some out of a step
     return build_optimizer(groups, config.optimizer, lr=params.lr, fused=config.optimizer.kind.states_need is None)
 
 
 def _check_optimizer(config: LoopConfig, optimizer: torch.optim.Optimizer, *, ranks: int) -> None:
-    """Refuses an optimizer that is not element-wise where the layout shards it."""
+    """Refuses an optimizer that the layout shards although it is not element-wise."""
     half = config.bf16.enabled or config.fp16.enabled
     stage = config.zero_optimization.stage
     if config.engine == "deepspeed" and half:
@@ -114,13 +115,13 @@ def _check_optimizer(config: LoopConfig, optimizer: torch.optim.Optimizer, *, ra
 def _join(config: LoopConfig, launch: Launch, device: torch.device) -> Mesh | None:
     """Opens the process group until the process ends and runs the pre-flight check; None for one process."""
     topology = Topology(dp=launch.world_size)
-    if dist.is_initialized():  # by an earlier call, or by the user's code
+    if dist.is_initialized():  # an earlier call opened it, or the user's code
         return Mesh(topology, device_type=device.type) if launch.world_size > 1 else None
     if launch.world_size == 1 and config.engine == "torch":
         return None
     stack = ExitStack()
     rendezvous: Rendezvous = stack.enter_context(process_group(launch, gpu=device.index, config=config.launch))
-    # gloo was seen to abort at exit if it is left open
+    # gloo has been seen to abort at exit if it is left open
     atexit.register(stack.close)
     if launch.world_size == 1:
         return None
@@ -143,7 +144,7 @@ def _synchronize(model: nn.Module, config: LoopConfig, device: torch.device, mes
         return
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.data, src=0)
-    # a process group of its own: its all-reduces must not interleave with DDP's buckets
+    # a separate process group: its all-reduces must not interleave with DDP's buckets
     synchronize_batchnorm(model, dist.new_group(), half=half)
 
 

@@ -32,7 +32,7 @@ class StateEntry:
         name: name of the parameter in the user's model.
         shape: shape of the full parameter.
         start: first flat index of the part.
-        holder: fp32 tensor that the optimizer updates, which contains the part.
+        holder: fp32 tensor that contains the part and that the optimizer updates.
         at: first flat index of the part within this rank's `holder`.
         length: number of elements.
         state: the optimizer's state of `holder`, read and written in place.
@@ -78,7 +78,7 @@ def entries(state_entries: Sequence[StateEntry], model: nn.Module) -> dict[str, 
 def prepare_to_read(
     state_entries: Sequence[StateEntry], model: nn.Module, directory: Path
 ) -> tuple[dict[str, NamedShard | Tensor], dict[str, NamedShard | Tensor]]:
-    """The tensors to load from a checkpoint, created if the optimizer does not have them yet, and the scalars."""
+    """Returns the tensors to load from a checkpoint, created if the optimizer lacks them, and the scalars."""
     kinds: dict[str, list[str]] = {}
     for each in read_metadata(directory).tensors:
         kind, _, name = each.key.partition("/")
@@ -99,7 +99,7 @@ def prepare_to_read(
 
 
 def load_scalars(state_entries: Sequence[StateEntry], numbers: Mapping[str, Any]) -> None:
-    """Sets the optimizer's scalars, as fp32 tensors on the CPU, as torch's optimizers have them."""
+    """Sets the optimizer's scalars as fp32 tensors on the CPU, like torch's optimizers."""
     for entry in state_entries:
         for key, value in numbers.items():
             kind, _, name = key.removeprefix(_NUMBER).partition("/")
@@ -110,7 +110,7 @@ def load_scalars(state_entries: Sequence[StateEntry], numbers: Mapping[str, Any]
 
 
 def check_optimizer(details: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raises CheckpointError if a checkpoint has another type of optimizer, or is not of a custom loop."""
+    """Raises CheckpointError if a checkpoint has another type of optimizer, or is not from a custom loop."""
     if "optimizer" not in details or "rates" not in details:
         raise CheckpointError("this is not a checkpoint of a custom training loop\n  try: another directory")
     stored, now = details["optimizer"], type(optimizer).__name__

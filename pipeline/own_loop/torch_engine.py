@@ -1,8 +1,8 @@
 """Custom training loops on native PyTorch: DDP at ZeRO stage 0, FSDP2 at stages 1 to 3.
 
 Weights, gradients and optimizer states are fp32; with bf16 or fp16 the forward pass runs under autocast. FSDP2 shards
-all three; stages 1 and 2 keep the weights gathered during an optimizer step, stage 3 during a block. With bf16 it
-gathers them in bf16, half the bytes, and reduces gradients in fp32.
+all three. Stages 1 and 2 keep the weights gathered during an optimizer step, stage 3 during a block. With bf16, weights
+are gathered in bf16, half the bytes, and gradients reduced in fp32.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TorchLoop(LoopEngine):
             return self._wrapped(*args, **kwargs)
 
     def _sync_at_next_backward(self, sync: bool) -> None:
-        """Gradient accumulation: gradients are reduced in the last micro-batch of an optimizer step only."""
+        """Reduces gradients only in the last micro-batch of an optimizer step (gradient accumulation)."""
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.require_backward_grad_sync = sync
         elif isinstance(self._wrapped, FSDPModule):
@@ -98,7 +98,7 @@ class TorchLoop(LoopEngine):
 
 def _replicated(parts: Parts) -> nn.Module:
     devices = None if parts.device.type == "cpu" else [parts.device]
-    # buffers: BatchNorm's are synchronized already, and others are up to the model at every stage
+    # buffers: BatchNorm's are synchronized already; the model handles others, at every stage
     with warnings.catch_warnings():
         # torch 2.13 renamed the argument; 2.11 does not have the new name
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
@@ -106,12 +106,12 @@ def _replicated(parts: Parts) -> nn.Module:
 
 
 def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:
-    """Applies FSDP2 in place; the optimizer gets the new parameters in place of the old ones."""
+    """Applies FSDP2 in place; the optimizer gets the new parameters."""
     names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
     dtypes: dict[str, Any] = {}
     if parts.config.bf16.enabled:
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    # autocast casts what is multiplied; inputs stay as they are, as at stage 0
+    # autocast casts the inputs of products; the model's inputs stay unchanged, as at stage 0
     same: dict[str, Any] = {"mesh": mesh.sharding_mesh()}
     same["mp_policy"] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for block in _blocks(parts.model):
@@ -126,7 +126,7 @@ def _sharded(parts: Parts, mesh: Mesh, *, keep: bool) -> nn.Module:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The modules to shard one by one: children of ModuleList and Sequential that have children themselves.
 
-    Only the outermost ones: a nested block would be gathered twice.
+    Only the outermost modules: a nested block would be gathered twice.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     found = [child for each in lists for child in each.children() if any(True for _ in child.children())]

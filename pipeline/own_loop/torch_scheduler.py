@@ -1,4 +1,4 @@
-"""A user's torch scheduler: stepped by the engine once per optimizer step, and by nobody else."""
+"""A user's torch scheduler, which only the engine steps, once per optimizer step."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def take_over(scheduler: Any) -> None:
 
 
 def step_taken_over(scheduler: Any) -> None:
-    """Makes the step of a scheduler after `take_over`."""
+    """Steps a scheduler after `take_over`."""
     getattr(type(scheduler), _OWN).step(scheduler)
 
 
 def refuse_second_schedule(kind: str, optimizer: torch.optim.Optimizer) -> None:
     """Refuses a torch scheduler on the optimizer beside the config's: both would set the learning rate.
 
-    torch marks the `step` of an optimizer that a scheduler was made for.
+    torch marks an optimizer's `step` once a scheduler was made for it.
 
     Args:
         kind: the config's `scheduler.type`.
         optimizer: the user's optimizer.
 
     Raises:
-        ConfigError: there is such a scheduler.
+        ConfigError: the optimizer has such a scheduler.
     """
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         why = "a torch scheduler was made for the optimizer, and both would set its learning rate"

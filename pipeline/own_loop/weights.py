@@ -26,7 +26,7 @@ def full_state_dict(
 
     Args:
         state_entries: this rank's part of every parameter, in the same order on all ranks.
-        module: the user's model; of its own weights only names are used.
+        module: the user's model; only the names of its weights are used.
         device: this rank's device.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -68,12 +68,12 @@ def write_model(
 
 
 def _full(entry: StateEntry, ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor | None:
-    """Gathers a parameter on rank 0, every range of it from one rank."""
+    """Gathers a parameter on rank 0, each range from one rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     first: dict[tuple[int, int], int] = {}
     for each, span in enumerate(ranges):
         if span[1]:
-            first.setdefault(span, each)  # replicas are not added up
+            first.setdefault(span, each)  # replicas are not summed
     values = entry.local_values()
     total = torch.zeros(entry.shape, dtype=values.dtype, device=device)
     assert sum(length for _, length in first) == total.numel(), (entry.name, first)
@@ -107,7 +107,7 @@ def _sharing(cast: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[
 
 
 def _drop_old_ties(module: nn.Module) -> bool:
-    """Clears a model's list of tied weights as transformers 4 had it, where 5 fails; returns whether there was one.
+    """Clears a model's list of tied weights in transformers 4's form, where 5 fails; returns whether it had one.
 
     Tied weights are then written under each of their names.
     """

@@ -1,6 +1,6 @@
 """`python -m pipeline check --config F`: prints the resolved run and warnings, or what is wrong with the config.
 
-The rules of the config come first and need no torch; checks of data and model follow.
+The config's rules come first and need no torch; checks of data and model follow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline check`."""
+    """Declares the arguments of `python -m pipeline check`."""
     add_config_arguments(parser)
     parser.add_argument(
         "--processes", type=_at_least_one, metavar="N", help="number of processes (default: as started, or 1)"
@@ -135,7 +135,7 @@ def _check_data(data: DataSection, *, seed: int, steps: int, samples: int) -> No
 def _exact_entries(
     arguments: argparse.Namespace, prepared: PreparedRun, *, processes: int, begun: bool, memory: int | None
 ) -> Iterator[Entry]:
-    """Memory and work of an executed step."""
+    """Entries for the memory and the work of an executed step."""
     from pipeline.data.dataset import tokenizer_details  # noqa: PLC0415  imports torch
     from pipeline.plan.fake_gpu.exact import RunInputs, execute, step_entries  # noqa: PLC0415
     from pipeline.run.before.memory_summary import Executed, memory_entries  # noqa: PLC0415

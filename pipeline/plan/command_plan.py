@@ -27,7 +27,7 @@ MARGIN = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline plan`."""
+    """Declares the arguments of `python -m pipeline plan`."""
     parser.add_argument("--config", metavar="FILE", type=LOCAL, help="the config: JSON or YAML")
     text = "override one field, e.g. --set run.steps=100 (repeatable)"
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
@@ -133,7 +133,7 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
     from pipeline.plan.predict.planned_run import open_run, present_machine  # noqa: PLC0415  imports torch
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
-    if _several(arguments):  # what it has of nodes is each machine's own
+    if _several(arguments):  # each machine of the table gets its own number of nodes
         machine, nodes = load_machine(DEFAULT_MACHINE), None
     else:
         machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
@@ -170,7 +170,7 @@ def _compare(planned: PlannedRun, arguments: argparse.Namespace) -> int:
 
 
 def _prices(text: str | None) -> dict[str, float]:
-    """Reads `--price` by machine; a number without a name is the price of all others, under "".
+    """Reads `--price` by machine; a number without a name, under "", is the price of all other machines.
 
     Raises:
         ConfigError: the price is not a positive number, or numbers by name.
@@ -197,14 +197,14 @@ def _score(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options that do not go together, or have impossible values."""
+    """Refuses combinations of options that are not allowed, and impossible values."""
     _check_score(arguments)
     if arguments.config is None and not arguments.calibrate and not arguments.score:
         raise ConfigError("--config", why="there is no run to plan", remedy="--config FILE, or --calibrate, or --score")
     _check_machines(arguments)
     for name in ("nodes", "processes", "tokens", "deadline"):
         value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:  # a nan is neither
+        if value is not None and not 0 < value < math.inf:  # NaN fails both comparisons
             why = "it is not above 0" if value <= 0 else "it is not a finite number"
             raise ConfigError(f"--{name}", value, why=why, remedy=f"e.g. --{name} 2")
     if arguments.nodes is not None and arguments.processes is not None:
@@ -218,7 +218,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_machines(arguments: argparse.Namespace) -> None:
-    """Refuses options that do not go with several machines, or with one; for one, turns `--price` into a number."""
+    """Refuses options that do not go with the number of machines; for one machine, turns `--price` into a number."""
     several, prices = _several(arguments), _prices(arguments.price)
     if not several:
         if set(prices) - {""}:

@@ -22,7 +22,7 @@ def add_imbalance_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def with_imbalance(run: ResolvedRun, imbalance: float | None) -> ResolvedRun:
-    """The run with a given imbalance; unchanged where it is None.
+    """Returns the run with a given imbalance, or unchanged if the imbalance is None.
 
     Raises:
         ConfigError: the imbalance is below 1 or not finite, or the run has no expert parallelism.

@@ -29,12 +29,12 @@ class Report:
     Attributes:
         planned: the run.
         plan: plan of the run.
-        best: tokens/s at the efficiency of the best published runs of other engines; None where none is known.
+        best: tokens/s at the efficiency of the best published runs with other engines; None where none is known.
         change: change of the layout that would help most; None where none helps.
         price: price of a GPU-hour, in any currency; None where it was not given.
-        nodes: fewest nodes that would hold a run that does not fit, and the settings of their layout; None where the
-            run fits, where the change makes it fit, or where no number of nodes would do.
-        training: hyperparameters for the published laws; None where they do not apply.
+        nodes: fewest nodes that would hold a run that does not fit, and the settings of their layout. None where the
+            run fits, the change makes it fit, or no number of nodes is enough.
+        training: hyperparameters for the published laws; None where the laws do not apply.
         failures: goodput, time and GPU-hours with failures of nodes; None on a CPU.
     """
 
@@ -103,7 +103,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The plan as one JSON object; every number with an interval is {"low", "typical", "high"}."""
+    """The plan as one JSON object; a number with an interval is {"low", "typical", "high"}."""
     planned, plan, memory = report.planned, report.plan, report.plan.memory
     topology = planned.run.topology
     change = report.change
@@ -201,7 +201,7 @@ def _memory(report: Report) -> Iterator[str]:
 
 
 def _against(used: float, known: float | None) -> str:
-    """A size beside the capacity, and whether it fits."""
+    """A size beside the capacity, and whether the size fits."""
     if known is None:
         return f"{shown_bytes(used)} (the machine's file does not give a node's memory: host in it)"
     return f"{shown_bytes(used)} of {shown_bytes(known)}, {'fits' if used <= known else 'does not fit'}"
@@ -223,12 +223,12 @@ def _helps(report: Report) -> Iterator[str]:
 
 
 def money_text(plan: Plan, price: float) -> str:
-    """The cost of a run at a price of a GPU-hour, with its interval."""
+    """The cost of a run at a price per GPU-hour, with its interval."""
     return f"{money_of(plan.gpu_hours, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
 
 
 def money_of(gpu_hours: Interval, price: float) -> Interval:
-    """The cost of GPU-hours at a price of one."""
+    """The cost of GPU-hours at a price per GPU-hour."""
     return gpu_hours.map(lambda each: each * price)
 
 
@@ -242,7 +242,7 @@ def _failures(failures: UnderFailures, price: float | None) -> str:
 
 
 def _more(training: Training, share: float = 0.1) -> str:
-    """The gain in loss of a tenth more tokens, time and money, in words."""
+    """The gain in loss from a tenth more tokens, time and money, in words."""
     gain = chinchilla_loss(training.parameters, training.tokens)
     gain -= chinchilla_loss(training.parameters, (1 + share) * training.tokens)
     return f"{share:.0%} more tokens, time and money: {gain:.3f} nats less by the Chinchilla law"

@@ -51,7 +51,7 @@ def open_services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
 
 
 def open_journal(attempt: Attempt, run_dir: Path, *, from_step: int, stack: ExitStack) -> list[Sink]:
-    """Opens `metrics.jsonl` without rows after a step, whose times the attempt records; `stack` closes it."""
+    """Opens `metrics.jsonl` without rows after a step; the attempt records removed rows, `stack` closes the file."""
     journal = Journal(run_dir, from_step=from_step, on_removed=partial(attempt.lost, from_step))
     stack.callback(journal.close)
     return [journal]
@@ -61,7 +61,7 @@ def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> Gu
     """Makes the stepper, with the statistics of the checkpoint.
 
     Args:
-        skips: data that is left out.
+        skips: data that the run leaves out.
         after: the rollback that led back to the checkpoint; None without one.
     """
     run, store = here.run, here.prepared.store
@@ -93,7 +93,7 @@ def open_group(here: RankOfRun, stepper: GuardedStepper, batches: RankBatches) -
         from pipeline.run.groups.replicas.build import open_replica  # noqa: PLC0415
 
         def load(ranges: Sequence[tuple[int, int]], steps: tuple[int, int]) -> StepLoader:
-            return batches.part(ranges, steps, skips=stepper.skips)  # a late comer takes those of a living replica
+            return batches.part(ranges, steps, skips=stepper.skips)  # a late joiner takes a living replica's skips
 
         return open_replica(here, stepper=stepper, load=load)
     return None
@@ -109,11 +109,11 @@ def make_trainer(
     manifest: RunManifest,
     uploads: Uploads,
 ) -> Trainer:
-    """Makes the loop, which goes on after the step of the checkpoint or of the group.
+    """Makes the training loop, which continues after the checkpoint's or the group's step.
 
     Args:
         batches: this rank's batches.
-        copies: keeps copies of checkpoints in this node's memory; None without.
+        copies: keeps copies of checkpoints in this node's memory; None to keep no copies.
         uploads: copies checkpoints to an object store.
     """
     run, attempt = here.run, here.attempt
@@ -142,14 +142,14 @@ def make_trainer(
 
 def _checkpoint_writer(here: RankOfRun, copies: MemoryCopies | None) -> CheckpointWriter:
     zero, wanted = here.run.config.zero_optimization, here.run.config.run.async_checkpoints
-    # state on a disk is brought into host memory to be written: a second copy of it would be too much
+    # state on a disk is read into host memory to be written: a second copy there would be too much
     background = wanted and "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device)
     progress = here.watchdog.report_progress
     return CheckpointWriter(here.prepared.store, background=background, on_progress=progress, copies=copies)
 
 
 def _tasks(here: RankOfRun) -> TaskEvaluation | None:
-    """Makes the evaluation of the run's tasks; None without any."""
+    """Makes the evaluation of the run's tasks; None without tasks."""
     if not here.prepared.tasks:
         return None
     from pipeline.run.task_evaluation import TaskEvaluation  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """Journal of attempts `attempts.jsonl`: when each start of a run began, where it resumed, and how it ended.
 
-Unlike `metrics.jsonl`, whose rows belong to steps and are truncated on resume, these rows stay. Rank 0 appends them
-while it holds the lock of the run's directory; `headrace status` reads them.
+Rows of `metrics.jsonl` belong to steps and are removed on resume; these rows stay. Rank 0 appends them while it holds
+the lock of the run's directory; `headrace status` reads them.
 
 | event | written | fields besides `time`, `attempt` |
 |---|---|---|
@@ -18,15 +18,15 @@ The fields of a start: `launcher`, `world_size`, `host`, `pid`; `process_start`,
 `job`, `requeue`, `nodelist`; `again`, the launcher's own count of starts; `before`, the last step in metrics.jsonl and
 the time of its last row.
 
-There is an event `lost` for each attempt whose rows are removed, with the times of the first and the last of them
-(`since`, `until`), `seconds` of its steps and of these `compile_seconds`; `evaluation_seconds`, `checkpoint_seconds`,
-`exchange_seconds`. The categories of `goodput`: `pipeline.runtime.goodput.account.TimeSpent`.
+There is an event `lost` for each attempt whose rows are removed. It has the times of the first and the last removed row
+(`since`, `until`), the `seconds` of the steps, of which `compile_seconds` were compilation, and `evaluation_seconds`,
+`checkpoint_seconds`, `exchange_seconds`. The categories of `goodput`: `pipeline.runtime.goodput.account.TimeSpent`.
 
-`read` has the bytes that all ranks have read to verify and to load the checkpoint: `memory` of copies in their node's
-memory, `other_nodes` of those in other nodes', `run_dir` of the files in the run's directory, but for its metadata.
+`read` has the bytes that all ranks have read to verify and to load the checkpoint: from copies in their own node's
+memory (`memory`) or another node's (`other_nodes`), and from the run's directory (`run_dir`, without metadata).
 
-An attempt without an end was killed, or was ended by the watchdog: then `faults.jsonl` has the cause.
-A failure to append never ends a run.
+An attempt without an end was killed or ended by the watchdog: then `faults.jsonl` has the cause. A failure to append
+never ends a run.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from pipeline.runtime.metrics.times import iso_time
 _SLURM = {"job": "SLURM_JOB_ID", "requeue": "SLURM_RESTART_COUNT", "nodelist": "SLURM_JOB_NODELIST"}
 _AGAIN = (AGENT_STARTS, "TORCHELASTIC_RESTART_COUNT")
 _TAIL_BYTES = 1 << 16
-"""Bytes read from the end of the metrics: more than any row has."""
+"""Bytes read from the end of the metrics: more than any row."""
 
 
 class Attempt:
-    """Appends the events of one attempt; silent where `run_dir` is None, on all ranks but rank 0.
+    """Appends the events of one attempt; does nothing if `run_dir` is None, as on all ranks but rank 0.
 
     Attributes:
-        nodes: number of nodes of the run, once all ranks are connected; known to rank 0 only.
-        tell_ranks: tells the other ranks of an error that ends this process, once it is set.
+        nodes: number of nodes of the run, set once all ranks are connected, on rank 0 only.
+        tell_ranks: tells the other ranks of an error that ends this process; None until it is set.
     """
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -97,11 +97,11 @@ class Attempt:
         self.record("training", step=step)
 
     def account(self) -> str | None:
-        """Records the run's goodput; returns a line that reports it, or None where it is not known."""
+        """Records the run's goodput; returns a line that reports it, or None where the goodput is unknown."""
         self._accounted = True
         if self._run_dir is None:
             return None
-        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file keeps no run from ending
+        with suppress(OSError, ValueError, TypeError, KeyError):  # a damaged file must not keep a run from ending
             goodput = read_goodput(self._run_dir, training=True)
             if goodput is not None:
                 self.record("goodput", **goodput.row())
@@ -109,12 +109,12 @@ class Attempt:
         return None
 
     def will_end(self, code: int, reason: str) -> int:
-        """Sets how the attempt ends, unless an error ends it before; returns the exit code."""
+        """Sets how the attempt ends if no error ends it first; returns the exit code."""
         self._outcome = code, reason
         return code
 
     def end(self, error: BaseException | None) -> None:
-        """Appends how the attempt has ended."""
+        """Appends the end of the attempt."""
         code, reason = self._outcome if error is None else outcome_of(error)
         if not self._accounted:
             self.account()
@@ -130,7 +130,7 @@ def locked_attempt(
     Args:
         run_dir: the run's directory.
         launch: launcher and rank of this process.
-        holding: context that is entered once the directory is locked, and left after the end is recorded.
+        holding: context entered once the directory is locked, and left after the attempt's end is recorded.
 
     Raises:
         ConfigError: another process trains there, or the directory cannot be written.
@@ -148,7 +148,7 @@ def locked_attempt(
 
 
 def outcome_of(error: BaseException) -> tuple[int, str]:
-    """Exit code and first line of an error, as the entry points end with it (`foundation.cli.guarded`)."""
+    """Returns the exit code with which entry points end for an error (`foundation.cli.guarded`), and its first line."""
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted (SIGINT)"
     first = (str(error).strip() or repr(error)).splitlines()[0]
@@ -158,7 +158,7 @@ def outcome_of(error: BaseException) -> tuple[int, str]:
 
 
 def nodes_of(launch: Launch, rendezvous: Rendezvous | None) -> dict[str, str]:
-    """Host -> its ranks, e.g. {"n1": "0-3", "n2": "4-7"}; on rank 0 only. One request to the store."""
+    """Reads host -> its ranks, e.g. {"n1": "0-3", "n2": "4-7"}; on rank 0 only, by one request to the store."""
     hosts = rendezvous.hosts() if rendezvous is not None else {0: socket.gethostname()}
     found: dict[str, list[int]] = {}
     for rank in range(launch.world_size):
@@ -188,9 +188,9 @@ def _start(run_dir: Path, launch: Launch) -> dict[str, Any]:
 
 
 def _last_row(run_dir: Path) -> dict[str, Any] | None:
-    """The last step in the metrics, which the resume may truncate, and the time of their last row.
+    """Reads the last step in the metrics, before a resume may remove it, and the time of their last row.
 
-    The row of a checkpoint has the step of its state, and comes after those of later steps.
+    A checkpoint's row has the step of its state, and may follow rows of later steps.
     """
     with suppress(OSError), (run_dir / METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -40,21 +40,21 @@ class RankBatches:
 
     @cached_property
     def current(self) -> CurrentBatch | None:
-        """The batch sizes of the next step, where shares are measured; None where they are fixed."""
+        """Batch sizes of the next step, where shares are measured; None where shares are fixed."""
         run = self.prepared.run
         return CurrentBatch(run.batch) if run.config.parallel.shares == "auto" and run.topology.dp > 1 else None
 
     @property
     def heldout(self) -> list[TokenDataset]:
-        """The held-out split of every source."""
+        """Held-out splits of all sources."""
         return self.prepared.heldout
 
     def training(self, *, first_step: int, skips: Skips) -> StepLoader | DividedSteps:
-        """The batches from `first_step` to the last step of the run, without the data that `skips` leaves out."""
+        """Returns the batches from `first_step` to the run's last step, without the data that `skips` leaves out."""
         return self._steps(first_step, self.prepared.run.steps, skips=skips)
 
     def slots(self, first: int, last: int) -> StepLoader | DividedSteps:
-        """The batches of global batches `first` to `last` of the order of samples, counted from 1; none is skipped."""
+        """Returns the batches of global batches `first` to `last` in sample order, counted from 1, without skips."""
         return self._steps(first, last, skips=NO_SKIPS)
 
     def _steps(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
@@ -65,11 +65,11 @@ class RankBatches:
         return self._load(self.prepared.run.batch, (first, last), skips=skips, target_sum=target_sum)
 
     def part(self, ranges: Sequence[tuple[int, int]], steps: tuple[int, int], *, skips: Skips) -> StepLoader:
-        """The batches of some samples of each step, which one replica of the model runs.
+        """Returns the batches of some samples of each step, which one replica of the model runs.
 
         Args:
-            ranges: (first, end) of indices in the step.
-            steps: (first, last), counted from 1.
+            ranges: (first, end) ranges of sample indices in the step.
+            steps: (first, last) step, counted from 1.
             skips: data that is left out.
         """
         run = self.prepared.run
@@ -96,13 +96,13 @@ class RankBatches:
         )
 
     def evaluation(self, dataset: TokenDataset) -> Iterator[MicroBatch]:
-        """The held-out batches of a split: `evaluation.samples` windows spread over it, or all of it."""
+        """Yields the held-out batches of a split: `evaluation.samples` windows spread over it, or all windows."""
         run = self.prepared.run
         samples = run.config.evaluation.samples
         batches = heldout_batches(
             dataset, batch_size=run.batch.micro, dp=run.topology.dp, **self._position(), samples=samples
         )
-        # from pageable memory the host would wait until a batch is copied
+        # with pageable memory the host would wait until a batch is copied
         return (batch.pin_memory() for batch in batches) if torch.cuda.is_available() else batches
 
     def _position(self) -> dict[str, Any]:
@@ -118,9 +118,9 @@ class RankBatches:
 
 
 def _begin_sum(own: Tensor, *, copies: int) -> Callable[[], Tensor]:
-    """Begins to sum int64 values over the data-parallel ranks, each of which is `copies` ranks, on the host.
+    """Begins to sum int64 values on the host over the data-parallel ranks, each of which consists of `copies` ranks.
 
-    The all-reduce is over all ranks: groups of some of them may have no backend for host memory beside NCCL.
+    The all-reduce is over all ranks: smaller groups may have no backend for host memory beside NCCL.
     """
     work = dist.all_reduce(own, async_op=True)
 
@@ -133,7 +133,7 @@ def _begin_sum(own: Tensor, *, copies: int) -> Callable[[], Tensor]:
 
 
 def recorded_skips(checkpoint: Checkpoint | None, run_dir: Path) -> Skips:
-    """Returns the data that the run skips after the checkpoint, by its manifest and the journal. Collective."""
+    """Reads the data that the run skips after the checkpoint, from its manifest and the journal. Collective."""
     return NO_SKIPS if checkpoint is None else on_rank_zero(partial(skips_after, checkpoint, run_dir))
 
 

@@ -1,7 +1,8 @@
-"""`run.checkpoint_every` "auto": the checkpoint interval that wastes the least time, by the times of saves so far.
+"""`run.checkpoint_every` "auto": the checkpoint interval that wastes least time, from the measured times of saves.
 
-Daly's interval (`pipeline.runtime.goodput.failures.model`) for the mean time between failures of all nodes, at least
-the time of a save in the background. Until a save has been measured, the first is due after a minute: it costs little.
+It is Daly's interval (`pipeline.runtime.goodput.failures.model`) for the mean time between failures of all nodes, but
+at least the time of a background save. The first save, which is the first measurement, is due after a minute, since it
+costs little.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from pipeline.runtime.metrics.journal import read_rows
 FIRST_S = 60.0
 """Seconds of training before the first save, which is the first measurement."""
 _SAVES = 5
-"""Newest saves whose median counts: the first one allocates its buffers and takes longer."""
+"""Number of newest saves whose median counts: the first save allocates buffers and takes longer."""
 _CHANGE = 0.1
-"""Relative change below which the interval stays, so that each row of the journal means something."""
+"""Relative change below which the interval stays, to keep trivial changes out of the journal."""
 
 
 @dataclass(frozen=True)
 class IntervalDecision:
-    """A checkpoint interval and the numbers that it follows from.
+    """A checkpoint interval and the numbers from which it follows.
 
     Attributes:
-        seconds: time of training between two checkpoints.
-        blocking_seconds: time for which training waits for a save, on the slowest rank; median of the newest saves.
-        save_seconds: time of a save in the background; median of the newest saves.
+        seconds: seconds of training between two checkpoints.
+        blocking_seconds: seconds for which training waits for a save, on the slowest rank; median of the newest saves.
+        save_seconds: seconds of a save in the background; median of the newest saves.
         mtbf_seconds: mean time between failures of all nodes.
     """
 
@@ -42,7 +43,7 @@ class IntervalDecision:
     nodes: int
 
     def row(self) -> dict[str, float]:
-        """Values of an event in the journal."""
+        """Returns the values of an event in the journal."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -54,10 +55,10 @@ class IntervalDecision:
 
 
 class AutoInterval:
-    """Decides the interval, and decides anew as saves are measured.
+    """Decides the interval, and adjusts it as saves are measured.
 
     Args:
-        node_mtbf_s: mean time between failures of one node.
+        node_mtbf_s: mean time between failures of one node, in seconds.
     """
 
     def __init__(self, *, node_mtbf_s: float, nodes: int) -> None:
@@ -67,13 +68,13 @@ class AutoInterval:
 
     @property
     def period_s(self) -> float:
-        """Seconds from one checkpoint's beginning to the next one's: the interval, and the wait for the save."""
+        """Seconds from the beginning of one checkpoint to the next: the interval and the wait for the save."""
         if self.decision is None:
             return FIRST_S
         return self.decision.seconds + self.decision.blocking_seconds
 
     def measured(self, *, blocking_s: float, save_s: float) -> IntervalDecision | None:
-        """Takes the times of a save; returns a decision where it differs by a tenth from the one before."""
+        """Takes the times of a save; returns a decision if it differs by a tenth from the previous one."""
         self._saves.append((blocking_s, save_s))
         blocking, save = (median(times) for times in zip(*self._saves, strict=True))
         best = best_interval_s(mtbf_s=self._mtbf_s, blocking_s=blocking, save_s=save)
@@ -84,7 +85,7 @@ class AutoInterval:
 
 
 def make_interval(section: RunSection, *, nodes: int) -> AutoInterval | None:
-    """The interval of a run with checkpoints by "auto"; None for others.
+    """Makes the interval of a run with `checkpoint_every` "auto"; None for other runs.
 
     Args:
         section: the config's `run`.

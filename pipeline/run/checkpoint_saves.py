@@ -1,4 +1,4 @@
-"""Saves a rank's checkpoints while it trains: when they are due, in the background, and the last of a run."""
+"""Saves a rank's checkpoints while it trains: when they are due, in the background, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pipeline.runtime.metrics.step_clock import Stopwatch
 
 @dataclass
 class Progress:
-    """Progress of a run, in steps: one value that the loop and its saves share.
+    """Progress of a run, in steps: an object that the loop and its saves share.
 
     Attributes:
         step: the last finished step.
-        begun: the last step that was begun; the ranks' flags that come with it are of that moment.
-        advanced: the last step begun when a save was advanced; flags of steps until then are out of date.
+        begun: the last step that was begun; flags in its result date from that moment.
+        advanced: the last step begun when a save was advanced; flags of steps up to it are out of date.
     """
 
     step: int
@@ -42,12 +42,12 @@ class CheckpointSaves:
         here: this rank of the run.
         stepper: runs the steps; its skips and its statistics of loss spikes are saved, too.
         writer: writes the files.
-        manifest: writes the run's manifest, and describes a checkpoint for its own.
+        manifest: writes the run's manifest, and makes the description in a checkpoint's manifest.
         uploads: copies checkpoints to an object store.
         timer: tells when a checkpoint is due by time.
-        progress: the run's progress, which is told of saves that advanced.
+        progress: the run's progress, updated when a save advances.
         group: an island or a replica, whose state is saved with the engine's; None in an ordinary run.
-        blocked: the time in which training waited for checkpoints.
+        blocked: stopwatch of the time in which training waited for checkpoints.
     """
 
     here: RankOfRun
@@ -67,11 +67,11 @@ class CheckpointSaves:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint is begun and not committed."""
+        """Whether a checkpoint is begun but not yet committed."""
         return self.writer.pending
 
     def due(self, step: int) -> bool:
-        """Whether the config wants a checkpoint after a step, whatever the time."""
+        """Tells whether the config asks for a checkpoint after a step, whatever the time."""
         every = self.here.run.config.run.checkpoint_every
         return every != "auto" and bool(every and step % every == 0)
 
@@ -84,14 +84,14 @@ class CheckpointSaves:
             self.here.watchdog.enter_phase("saving", step)
             self.timer.restart()
             self._report(self.writer.wait())
-            self.here.sinks.flush()  # a checkpoint has the rows of its steps, even if the process is killed next
+            self.here.sinks.flush()  # writes the rows of its steps, even if the process is killed next
             try:
                 self.writer.begin(self._described(step), self._state)
             except CheckpointError as error:
                 self._report(SaveResult(step, None, str(error).splitlines()[0], 0.0, 0.0))
 
     def advance(self, *, busy: bool) -> None:
-        """Commits the checkpoint that is being written once no rank is busy with it. Collective."""
+        """Commits the checkpoint that is being written once no rank still writes it. Collective."""
         self.uploads.report(self.here.record, self.here.say)
         if self.pending and not busy:
             self.progress.advanced = self.progress.begun
@@ -105,7 +105,7 @@ class CheckpointSaves:
 
     @contextmanager
     def finished_before_an_error(self) -> Iterator[None]:
-        """Lets a TrainingError, which all ranks raise alike, wait for a checkpoint that is being written."""
+        """Delays a TrainingError, which all ranks raise alike, until the checkpoint in progress is written."""
         try:
             yield
         except TrainingError:
@@ -115,10 +115,10 @@ class CheckpointSaves:
     def save_last(self, step: int) -> None:
         """Writes the checkpoint after which the run ends, unless it is written already. Collective.
 
-        A run that is to go on finds a copy of it in memory.
+        A run that will be resumed finds a copy of the checkpoint in memory.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self.group is not None and step < self.here.run.steps:
             self.group.leave()
@@ -166,7 +166,7 @@ class CheckpointSaves:
             self.here.sinks.flush()
             return
         self.here.record(saved.step, event="checkpoint_failed", why=saved.failure, **times)
-        if not last:  # that one is an error
+        if not last:  # a failure of the last checkpoint is an error
             self.here.say(
                 f"WARNING: the checkpoint of step {saved.step} could not be written: {saved.failure}\n"
                 f"  training goes on; nothing since the checkpoint before is safe: free space there"

@@ -1,4 +1,4 @@
-"""Checkpoints by time: every so many minutes of one rank's clock, so that all ranks save at the same step."""
+"""Checkpoints by time: one rank's clock decides, so all ranks save at the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_MINUTES = 30.0
 
 
 def minutes_of(section: RunSection) -> float:
-    """Most minutes between two checkpoints; 0: no checkpoints by time."""
+    """Returns the largest number of minutes between two checkpoints; 0 for no checkpoints by time."""
     default = DEFAULT_MINUTES if section.checkpoint_every is None else 0.0
     return default if section.checkpoint_minutes is None else section.checkpoint_minutes
 
@@ -25,9 +25,9 @@ class CheckpointTimer:
 
     Args:
         section: the config's `run`.
-        decides: whether this rank's clock counts, which is so on one rank only.
-        interval: decides the time where the config leaves it open (`run.checkpoint_every` "auto");
-            `run.checkpoint_minutes` is an upper bound then.
+        decides: whether this rank's clock decides; true on one rank only.
+        interval: decides the interval where the config leaves it open (`run.checkpoint_every` "auto");
+            `run.checkpoint_minutes` is then an upper bound.
         clock: returns the time in seconds.
     """
 
@@ -44,7 +44,7 @@ class CheckpointTimer:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is due; False on all ranks but the deciding one."""
+        """Whether a checkpoint is due; False on all ranks except the deciding one."""
         return self._decides and self._clock() - self._last >= self._seconds
 
     @property
@@ -57,11 +57,11 @@ class CheckpointTimer:
         self._last = self._clock()
 
     def saved(self, *, waited_s: float, seconds: float) -> IntervalDecision | None:
-        """Takes the times of a checkpoint that is written.
+        """Takes the times of a finished checkpoint.
 
         Args:
-            waited_s: seconds that training waited for it.
-            seconds: time from the beginning of the checkpoint to its commit.
+            waited_s: seconds for which training waited for the checkpoint.
+            seconds: seconds from the beginning of the checkpoint to its commit.
 
         Returns:
             A new interval, on the rank that decides; None where it stays.
@@ -77,7 +77,7 @@ def make_timer(section: RunSection, run_dir: Path, *, nodes: int, decides: bool)
     Args:
         section: the config's `run`.
         run_dir: the run's directory, whose journal has the earlier saves.
-        decides: whether this rank's clock counts, which is so on one rank only.
+        decides: whether this rank's clock decides; true on one rank only.
     """
     interval = make_interval(section, nodes=nodes)
     timer = CheckpointTimer(section, decides=decides, interval=interval)

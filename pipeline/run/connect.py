@@ -27,7 +27,7 @@ from pipeline.runtime.launch.device import bind_to_gpu, has_gpu, set_up_allocato
 
 
 def check_and_prepare(run: ResolvedRun, launch: Launch) -> tuple[PreparedRun, torch.device, list[str]]:
-    """Checks config, data, model, node and device, and opens them: nothing has been touched when this refuses.
+    """Checks and opens config, data, model, node and device; an error leaves everything untouched.
 
     Returns:
         The run, this rank's device, and notes for people.
@@ -68,11 +68,11 @@ def check_device(prepared: PreparedRun, device: torch.device) -> None:
 def connect(
     prepared: PreparedRun, launch: Launch, device: torch.device, stack: ExitStack
 ) -> tuple[Rendezvous | None, Mesh | None, str | None, MeasuredStages | None]:
-    """Opens the process groups and checks them with all-reduces; one process of our own engines has none.
+    """Opens the process groups and checks them by all-reduces; a single process of our own engines has none.
 
     Returns:
-        The rendezvous of all ranks, this rank's process groups, the pre-flight check's line for people, and the
-        speeds of pipeline stages where the config has them measured.
+        The rendezvous of all ranks, this rank's process groups, the pre-flight check's line for people, and the speeds
+        of pipeline stages if the config asks to measure them.
     """
     run = prepared.run
     if run.alone:
@@ -87,5 +87,5 @@ def connect(
 
 def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:
     mesh = build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
-    assert mesh is not None  # only the reference has none
+    assert mesh is not None  # only the reference has no mesh
     return mesh

@@ -1,6 +1,6 @@
 """Evaluation of a training run: loss, perplexity and bits per byte of its held-out splits, and its tasks.
 
-A stop ends it early. Results of a step that the journal has are not computed again on resume.
+A stop ends it early. On resume, results that the journal already has are not computed again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class HeldOutEvaluation:
 
     Attributes:
         here: this rank of the run; its engine computes the losses.
-        batches: the splits, and this rank's batches of them.
-        saves: writes checkpoints; one under way is committed meanwhile.
-        tasks: evaluates the run's tasks on this rank; None without any.
+        batches: this rank's batches of the held-out splits.
+        saves: writes checkpoints; commits a checkpoint in progress during the evaluation.
+        tasks: evaluates the run's tasks on this rank; None without tasks.
     """
 
     here: RankOfRun
@@ -48,12 +48,12 @@ class HeldOutEvaluation:
     tasks: TaskEvaluation | None = None
 
     def due(self, step: int) -> bool:
-        """Whether there is an evaluation after a step; never without held-out data and tasks."""
+        """Tells whether there is an evaluation after a step; never without held-out data or tasks."""
         every, last = self.here.run.config.evaluation.every, self.here.run.steps
         return bool(self.kinds) and (step == last or bool(every and step % every == 0))
 
     def written(self, step: int) -> set[str]:
-        """Kinds of rows of an evaluation that the journal has of a step. Collective."""
+        """Returns the kinds of evaluation rows that the journal already has for a step. Collective."""
         return on_rank_zero(partial(_written, self.kinds, self.here.prepared.run_dir, step))
 
     @property
@@ -65,11 +65,11 @@ class HeldOutEvaluation:
     def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
         """Evaluates the held-out splits, then task after task. Collective.
 
-        Ends early when the run is asked to stop, without the result of the running evaluation.
+        A stop request ends it early, without a result of the evaluation in progress.
 
         Args:
             step: the last finished step.
-            written: kinds of rows that the journal has of this step already.
+            written: kinds of rows that the journal already has for this step.
         """
         stop = Stop.NO
         if self.batches.heldout and HELD_OUT not in written:
@@ -92,8 +92,8 @@ class HeldOutEvaluation:
     def _evaluate_heldout(self, step: int) -> Stop:
         """Computes loss, perplexity and bits per byte over all sources, each token counting once. Collective.
 
-        A source whose evaluated windows have no target, because of a loss mask, is left out; without any source there
-        is no result.
+        A source is left out if a loss mask leaves no target in its evaluated windows; without any source there is no
+        result.
         """
         started = time.perf_counter()
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
@@ -136,7 +136,7 @@ class HeldOutEvaluation:
 class _Interruptible:
     """Ends an evaluation between two batches when a stop is requested, on all ranks at the same batch.
 
-    The flags of all ranks at a batch are read when the next one is due: no device is waited for.
+    All ranks' flags at a batch are read when the next batch is due, without waiting for a device.
     """
 
     def __init__(self, evaluation: HeldOutEvaluation) -> None:
@@ -144,7 +144,7 @@ class _Interruptible:
         self._said: HostCopy | None = None
 
     def batches(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yields batches until the run is asked to stop; a stop during the last one cuts nothing short."""
+        """Yields batches until the run is asked to stop; a stop during the last batch changes nothing."""
         for batch in batches:
             self._evaluation.here.watchdog.enter_phase("evaluation")
             self._listen()
@@ -160,7 +160,7 @@ class _Interruptible:
         if self._said is not None:
             stop, busy = self._said.read()
             self._said, self.stop = None, max(self.stop, Stop(int(stop)))
-            self._evaluation.saves.advance(busy=bool(busy))  # a save under way is committed before the evaluation ends
+            self._evaluation.saves.advance(busy=bool(busy))  # commits a save in progress before the evaluation ends
 
 
 def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:
@@ -168,7 +168,7 @@ def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:
 
 
 def _bits_per_byte(scored: Sequence[tuple[TokenDataset, EvaluationSums]]) -> float | None:
-    """Bits per byte over all datasets; None where a loss mask leaves out a part of a dataset's text."""
+    """Computes bits per byte over all datasets; None if a loss mask leaves out a part of a dataset's text."""
     if any(dataset.masked for dataset, _ in scored):
         return None
     nats = sum(sums.nats / sums.targets * dataset.tokens for dataset, sums in scored)

@@ -1,4 +1,4 @@
-"""`headrace import CHECKPOINT RUN_DIR --config FILE`: a run that goes on from a checkpoint of another trainer."""
+"""`headrace import CHECKPOINT RUN_DIR --config FILE`: makes a run that continues from another trainer's checkpoint."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from pipeline.run.prepare import PreparedRun, prepare
 
 @dataclass(frozen=True)
 class Imported:
-    """A checkpoint that was made from one of another trainer.
+    """A checkpoint made from another trainer's checkpoint.
 
     Attributes:
-        checkpoint: the checkpoint that was written.
-        lines: report for people: values that were taken, that differ, and that were left out.
+        checkpoint: the written checkpoint.
+        lines: report for people: values that were taken, values that differ, and values that were left out.
     """
 
     checkpoint: Checkpoint
@@ -52,7 +52,7 @@ class Imported:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Imports a checkpoint, and prints what was taken and what was not.
+    """Imports a checkpoint, and prints which values were taken and which were not.
 
     Raises:
         DataError: the run has checkpoints already.
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _free_run_dir(out: str) -> Path:
-    """The directory on this host of a run that has no checkpoint yet, neither there nor in an object store."""
+    """Returns the local directory of a run without checkpoints, neither there nor in an object store."""
     run_dir = working_directory(out)
     if is_url(out):
         check_can_publish(out)
@@ -115,11 +115,11 @@ def import_checkpoint(
         folder: a checkpoint of another trainer.
         prepared: the run, which has no checkpoint yet.
         progress: called with (bytes written, all bytes).
-        step: optimizer steps that the checkpoint has made; None for the number that it records.
+        step: number of optimizer steps behind the checkpoint; None for the number that it records.
 
     Raises:
         ConfigError: the run has fewer steps than the checkpoint.
-        CheckpointError: the checkpoint is of another model or optimizer, or does not tell its step.
+        CheckpointError: the checkpoint has another model or optimizer, or does not record its step.
     """
     settings, wanted = prepared.run.config, TargetModel.of(prepared.model, prepared.hf_config)
     source = _with_step(open_checkpoint(folder, wanted), step)
@@ -147,13 +147,13 @@ def import_checkpoint(
 
 
 def _skips(source: SourceCheckpoint, *, per_step: int) -> Skips:
-    """The data to skip, so that the run goes on behind as many samples as the checkpoint was trained on."""
+    """Returns the data to skip: the run continues after as many samples as the checkpoint was trained on."""
     ahead = -(-(source.samples or 0) // per_step) - source.step
     return Skips((Skip(source.step + 1, ahead),)) if ahead > 0 else NO_SKIPS
 
 
 def _print_of(folder: Path) -> str:
-    """Fingerprint of a folder's file names and sizes; the written checkpoint has checksums of the content."""
+    """Computes a fingerprint of a folder's file names and sizes; the written checkpoint has content checksums."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return fingerprint_of([(str(path.relative_to(folder)), path.stat().st_size) for path in files])
 
@@ -176,17 +176,17 @@ def _lines(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> Ite
 
 
 def _decays(prepared: PreparedRun) -> dict[str, float]:
-    """Weight decay of every parameter in the run."""
+    """Returns the weight decay of every parameter in the run."""
     decay = prepared.run.config.optimizer.params.weight_decay
     named = prepared.model.named_parameters()
     return {name: decay if is_decayed(prepared.model, name, parameter) else 0.0 for name, parameter in named}
 
 
 def _with_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
-    """The checkpoint with the step that the user gives, or else its recorded step.
+    """Returns the checkpoint with the step that the user gives, or else with its recorded step.
 
     Raises:
-        CheckpointError: it records none, or several.
+        CheckpointError: it records no step, or several.
     """
     if given is not None or source.answers is None:
         return source if given is None else replace(source, step=given)
@@ -196,7 +196,7 @@ def _with_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
 
 
 def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> str:
-    """Says where in the data the run goes on."""
+    """Tells where in the data the run continues."""
     samples = skips.data_step(source.step + 1) * prepared.run.batch.samples - prepared.run.batch.samples
     text = f"goes on with sample {samples:,} of this run's order"
     if source.samples is None or samples == source.samples:

@@ -1,4 +1,4 @@
-"""The manifests that training writes: the run directory's, and a checkpoint's details about the run."""
+"""The manifests that training writes: for the run's directory, and a checkpoint's details about the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RunManifest:
     Attributes:
         prepared: the run.
         rank: global rank of this process; only rank 0 writes.
-        stages: speeds of the pipeline stages, where they were measured.
-        imported: kind, path, step and fingerprint of another trainer's checkpoint that the run began with, if any.
+        stages: speeds of the pipeline stages, if measured.
+        imported: kind, path, step and fingerprint of the foreign checkpoint with which the run began, if any.
     """
 
     prepared: PreparedRun
@@ -31,7 +31,7 @@ class RunManifest:
     imported: Mapping[str, Any] | None = None
 
     def write(self, step: int) -> None:
-        """Records how many steps are saved, the resolved config and the parents. On every rank; rank 0 writes.
+        """Records the number of saved steps, the resolved config and the parents. Called on every rank; rank 0 writes.
 
         Raises:
             OSError: the file cannot be written.
@@ -46,7 +46,7 @@ class RunManifest:
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 
     def write_if_possible(self, step: int, warn: Callable[[str], None]) -> None:
-        """Calls `write`, but only warns of a full disk: training goes on, and the next start writes it again."""
+        """Calls `write`, but only warns of a full disk: training goes on, and the next start repeats the write."""
         try:
             self.write(step)
         except OSError as error:
@@ -55,11 +55,11 @@ class RunManifest:
     def checkpoint(
         self, step: int, *, skips: Skips, anomalies: Mapping[str, Any], groups: dict[str, Any] | None = None
     ) -> CheckpointInfo:
-        """Returns the details, besides its files, for the manifest of the checkpoint of `step`.
+        """Returns the details for the manifest of the checkpoint of `step`, besides its files.
 
         Args:
             step: the last step the checkpoint holds.
-            skips: the data that the run has left out.
+            skips: data that the run has left out.
             anomalies: statistics of losses and gradient norms, as plain JSON.
             groups: position of an island or a replica among others, as plain JSON; None in an ordinary run.
         """

@@ -1,4 +1,4 @@
-"""Checkpoint copies in host memory (`run.in_memory_checkpoints`): made ready, and removed at the run's regular end."""
+"""Checkpoint copies in host memory (`run.in_memory_checkpoints`): set up at start, removed at the run's regular end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEY = "run.in_memory_checkpoints"
 
 
 def memory_folder(section: RunSection) -> MemoryFolder | None:
-    """The memory folder of a run on this node; None where the run keeps no copies.
+    """Returns the memory folder of a run on this node; None if the run keeps no copies.
 
     Raises:
-        ConfigError: the directory is not there, or cannot be written.
+        ConfigError: the directory is missing, or cannot be written.
     """
     directory = section.in_memory_checkpoints
     if directory is None:
@@ -43,7 +43,7 @@ class KeptCopies:
     memory: MemoryFolder | None
 
     def copier(self, *, rank: int, ranks_here: int) -> MemoryCopies | None:
-        """The copier of this rank's files; None where the run keeps no copies."""
+        """Returns the copier of this rank's files; None if the run keeps no copies."""
         return None if self.memory is None else MemoryCopies(self.memory, rank=rank, ranks_here=ranks_here)
 
 
@@ -51,12 +51,12 @@ class KeptCopies:
 def kept_copies(section: RunSection, say: Callable[[str], None]) -> Iterator[KeptCopies]:
     """Uses the folder of a run on this node, and removes leftovers of this user's dead runs beside it.
 
-    At the end the last process that uses the folder removes it, unless an error ends the block: the launcher may start
-    the ranks again.
+    The last process that uses the folder removes it at the end. After an error the folder stays, since the launcher may
+    start the ranks again.
 
     Args:
         section: the config's `run`.
-        say: takes lines for people.
+        say: prints lines for people.
 
     Raises:
         ConfigError: the folder cannot be made.

@@ -26,7 +26,7 @@ from pipeline.runtime.launch import Launch
 def opening_lines(
     prepared: PreparedRun, engine: Engine, launch: Launch, checkpoint: Checkpoint | None
 ) -> Iterator[str]:
-    """Devices, layout, model, batch sizes, pipeline stages, length in steps, tokens and epochs, where it resumes."""
+    """Yields devices, layout, model, batch sizes, pipeline stages, length in steps, tokens and epochs, resume step."""
     run, size = prepared.run, prepared.size
     samples = run.steps * run.batch.samples
     epochs = max(prepared.mixture.order.epochs(samples))
@@ -50,12 +50,12 @@ def opening_lines(
 def announce(
     here: RankOfRun, launch: Launch, rollback: Rollback | None, *, skips: Skips, stages: MeasuredStages | None
 ) -> None:
-    """Prints and records how an attempt begins: started, resumed (and what has changed since), or rolled back.
+    """Prints and records how an attempt begins: started, resumed (with changed fields), or rolled back.
 
     Args:
         rollback: the rollback that led back to the checkpoint; None without one.
-        skips: data that is left out.
-        stages: speeds of the pipeline stages, where they were measured.
+        skips: data that the run leaves out.
+        stages: speeds of the pipeline stages, if measured.
     """
     checkpoint, curve = here.checkpoint, here.curve
     if rollback is not None:
@@ -73,7 +73,7 @@ def announce(
         return
     here.record(checkpoint.step, event="resumed", world_size=launch.world_size)
     fields = changes_since(checkpoint, curve)
-    for line in describe_changes(fields):  # what `run.allow_change` allows leaves a trace
+    for line in describe_changes(fields):  # changes allowed by `run.allow_change` leave a trace
         here.say(f"changed since the checkpoint: {line}")
     rates = learning_rate_change(checkpoint, checkpoint.manifest.details["curve"], curve)
     if rates:
@@ -83,14 +83,14 @@ def announce(
 
 
 def loaded_line(read: Mapping[str, int]) -> str:
-    """Says how many bytes of the checkpoint came from where; see `checkpoint.memory.shard_files.ReadBytes`."""
+    """Tells how many bytes of the checkpoint came from each source (`checkpoint.memory.shard_files.ReadBytes`)."""
     memory, others, files = (read[name] / 1e6 for name in ("memory", "other_nodes", "run_dir"))
     more = f", {others:,.1f} MB from that of other nodes" if others else ""
     return f"read {memory:,.1f} MB of the checkpoint from memory{more}, {files:,.1f} MB from the run's directory"
 
 
 def closing_line(stop: Stop, *, step: int, steps: int, run_dir: Path) -> str:
-    """The last line of a run: that it has finished, or which signal stopped it and how to go on."""
+    """Returns the last line of a run: it has finished, or which signal stopped it and how to continue."""
     if stop:
         return f"stopped by {stop} after step {step}: start it again to go on"
     return f"finished: {steps} steps, in {run_dir}"

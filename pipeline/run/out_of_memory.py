@@ -22,7 +22,7 @@ from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.run.prepare import PreparedRun
 
 _MARGIN = 0.9
-"""Share of the memory that the advice may fill: the formulas are within 6 % of an executed step."""
+"""Share of the memory that a suggested config may fill: the formulas are within 6 % of an executed step."""
 _HOST = "can't allocate memory"
 _ALL = "smaller micro-batches, memory.activation_checkpointing full, zero_optimization.stage 3, offload_optimizer"
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -33,11 +33,11 @@ Change = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Fitting:
-    """A change of the config that fits.
+    """A change of the config that fits into memory.
 
     Attributes:
         changes: dotted keys with their values, as `--set` takes them.
-        peak: bytes of the rank that needs most, by the formulas.
+        peak: largest peak of any rank in bytes, by the formulas.
     """
 
     changes: tuple[Change, ...]
@@ -50,10 +50,10 @@ class Fitting:
 
 @contextmanager
 def explained_out_of_memory(prepared: PreparedRun, device: torch.device) -> Iterator[None]:
-    """Turns a failed allocation into an error that says which setting would have fitted.
+    """Turns a failed allocation into an error that names a setting that would have fitted.
 
     Raises:
-        TrainingError: in the place of torch's error, which is its cause.
+        TrainingError: raised in place of torch's error, which is its cause.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def explained_out_of_memory(prepared: PreparedRun, device: torch.device) -> Iter
 
 
 def fitting_change(run: ResolvedRun, model: nn.Module, *, memory: float) -> Fitting | None:
-    """The first change that fits: micro-batch, activation checkpointing, ZeRO stage, offload, then combinations.
+    """Finds the first change that fits: micro-batch, activation checkpointing, ZeRO stage, offload, combinations.
 
     Args:
         run: the run that did not fit.
@@ -72,10 +72,10 @@ def fitting_change(run: ResolvedRun, model: nn.Module, *, memory: float) -> Fitt
         memory: bytes of a device's memory that the peak may reach.
 
     Returns:
-        None where none of them fits, or the architecture has no formulas.
+        The change; None where no change fits, or the architecture has no formulas.
     """
     for changes in _candidates(run.config):
-        with suppress(ConfigError):  # a layout that may not be combined with it
+        with suppress(ConfigError):  # the layout does not support the change
             found = _fitting(_changed(run, changes), model, changes, micro=run.batch.micro, memory=memory)
             if found is not None:
                 return found
@@ -83,7 +83,7 @@ def fitting_change(run: ResolvedRun, model: nn.Module, *, memory: float) -> Fitt
 
 
 def own_peak(run: ResolvedRun, model: nn.Module) -> float | None:
-    """Peak bytes of the rank that needs most, by the formulas; None where the architecture has none."""
+    """Computes the largest peak of any rank in bytes, by the formulas; None for an architecture without formulas."""
     footprint = footprint_of(run, model)
     if footprint is None:
         return None
@@ -91,19 +91,19 @@ def own_peak(run: ResolvedRun, model: nn.Module) -> float | None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of a GPU's memory; on the CPU the host's or its cgroup's memory, divided by this host's ranks."""
+    """Returns a GPU's memory in bytes; on the CPU the host's or cgroup's memory divided by this host's ranks."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # "max" where there is no limit
+        with suppress(OSError, ValueError):  # "max" means no limit
             total = min(total, float(Path(path).read_text()))
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("HEADRACE_NPROC") or "1"
     return total / max(1, int(local) if local.isdecimal() else 1)
 
 
 def _candidates(config: Config) -> Iterator[tuple[Change, ...]]:
-    """Yields no change (a smaller micro-batch alone), then one each, then several, from the cheapest on."""
+    """Yields no change (only a smaller micro-batch), then single changes, then combinations, the cheapest first."""
     checkpointing = "memory.activation_checkpointing"
     modes = {"none": ["selective", "full"], "selective": ["full"]}.get(config.memory.activation_checkpointing, [])
     stage = config.zero_optimization.stage
@@ -122,7 +122,7 @@ def _candidates(config: Config) -> Iterator[tuple[Change, ...]]:
 
 
 def _changed(run: ResolvedRun, changes: Sequence[Change]) -> ResolvedRun:
-    """The same run with other settings; micro-batch and gradient accumulation are derived anew."""
+    """Returns the run with changed settings; micro-batch and gradient accumulation are derived anew."""
     if not changes:
         return run
     config = changed(run.config, dict(changes))
@@ -155,7 +155,7 @@ def _message(error: BaseException, prepared: PreparedRun, memory: float) -> str:
     first = str(error).strip().splitlines()[0]
     lines = [f"out of memory: {first}"]
     peak, found = None, None
-    with suppress(RuntimeError, MemoryError):  # there may be no memory for the answer, either
+    with suppress(RuntimeError, MemoryError):  # there may be no memory for the advice, either
         peak = own_peak(prepared.run, prepared.model)
         found = fitting_change(prepared.run, prepared.model, memory=_MARGIN * min(memory, peak or memory))
     if peak is not None:

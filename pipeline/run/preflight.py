@@ -1,6 +1,6 @@
 """The pre-flight check: all-reduces over every process group before the model is built; names a rank that is missing.
 
-Without this a host with a broken network card shows as a hang in the first step, and after half an hour as a timeout
+Without this check a host with a broken network card causes a hang in the first step, and after half an hour a timeout
 on every other host.
 """
 
@@ -21,7 +21,7 @@ from pipeline.runtime.launch.missing_ranks import SETTLE_S, barrier, deadline, g
 from pipeline.runtime.launch.rendezvous import format_ranks
 
 _ELEMENTS = 1 << 15
-"""Elements of an all-reduce: 256 KiB of int64, above one network packet, below a millisecond on any network."""
+"""Number of elements of an all-reduce: 256 KiB of int64, larger than a packet, under a millisecond on any network."""
 _ALL = "all ranks"
 
 
@@ -33,7 +33,7 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
         make_mesh: makes the process groups of this rank.
 
     Returns:
-        The mesh, and one line for people: the size of each axis, and how long the all-reduces take.
+        The mesh, and one line for people: the size of each axis, and the duration of the all-reduces.
 
     Raises:
         UnreachableError: a rank did not take part within `launch.timeout`; the message names it and its host.
@@ -46,7 +46,7 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
     world = dist.group.WORLD
     assert world is not None
     used = {axis: group for axis, group in _groups(mesh).items() if group is not None}
-    # the first all-reduce of a group opens its connections, and is not part of the time that is printed
+    # a group's first all-reduce opens its connections, and is left out of the printed time
     for axis, group in [*used.items(), (_ALL, world)]:
         # nccl connects inside the call, before its own timeout counts
         watched = device.type == "cuda"
@@ -60,7 +60,7 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
 
 
 def _timed(groups: Iterable[dist.ProcessGroup], device: torch.device) -> float:
-    """Milliseconds that one all-reduce over each group takes, summed over the groups."""
+    """Times one all-reduce over each group; returns the sum in milliseconds."""
     started = time.perf_counter()
     for group in groups:
         dist.all_reduce(torch.ones(1, device=device), group=group)
@@ -84,7 +84,7 @@ def _check(rendezvous: Rendezvous, axis: str, group: dist.ProcessGroup, device: 
         reason, seconds = _reason(error), time.monotonic() - started
         where = f"in the all-reduce over {axis} ({format_ranks(ranks)})"
         missing = give_up(rendezvous, f"passed/{axis}", ranks)
-        # every rank of this group has given up: they wait for a rank of another group
+        # every rank of this group has given up, so the cause is a rank of another group
         missing = missing or missing_ranks(rendezvous, f"passed/{_ALL}", rendezvous.ranks)
         raise unreachable(rendezvous, missing, where, reason, seconds=seconds) from None
     expected = sum(ranks) + len(ranks)
@@ -99,7 +99,7 @@ def _check(rendezvous: Rendezvous, axis: str, group: dist.ProcessGroup, device: 
 
 
 def _reason(error: RuntimeError) -> str:
-    """The line of a backend's error that names the cause: the first of gloo's, the last of NCCL's."""
+    """Returns the line of a backend's error that names the cause: gloo's first, NCCL's last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     return lines[-1] if "NCCL" in lines[0] else lines[0]
 
@@ -108,7 +108,7 @@ def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup, timeout_s: float
     timeout = timedelta(seconds=timeout_s)
     options = dist.AllreduceOptions()
     if values.device.type == "cpu":
-        # gloo's own deadline, so that its thread ends too; NCCL's would end the process before it can report anything
+        # gloo gets its own deadline to end its thread; NCCL's would end the process before it can report the error
         options.timeout = timeout
     group.allreduce([values], options).wait(timeout)
     if values.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Imports ahead of time, in a process that becomes a rank later, or whose forks do."""
+"""Imports ahead of time, in a process that (or whose forks) will become a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def preload(modules: Iterable[str], engines: Collection[str], model_types: Itera
     """Imports the modules that every rank would otherwise import itself, some only at the first step.
 
     Args:
-        modules: further ones, by name.
+        modules: further modules, by name.
         engines: names of the engines to import: reference, torch, deepspeed.
         model_types: Hugging Face's `model_type` of the models.
     """
@@ -23,7 +23,7 @@ def preload(modules: Iterable[str], engines: Collection[str], model_types: Itera
         modules += _IMPORTS[engine]
     with quick_imports():
         for name in modules:
-            with contextlib.suppress(ImportError):  # the code that needs it raises a better error
+            with contextlib.suppress(ImportError):  # the code that needs the module raises a better error
                 importlib.import_module(name)
     if "deepspeed" in engines:
         with contextlib.suppress(ImportError, RuntimeError):

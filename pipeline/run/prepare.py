@@ -52,22 +52,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run whose data, model and directory have been checked and found to fit.
+    """A run whose data, model and directory have passed all checks.
 
     Attributes:
         run: the resolved config.
         mixture: training samples.
-        heldout: the held-out split of every source; none where nothing is evaluated.
+        heldout: the held-out split of every source; empty without evaluation.
         model: the full model, on meta.
-        values: first values of the model's parameters.
+        values: initial values of the model's parameters.
         hf_config: the model's Hugging Face config as plain JSON.
         generation: generation_config.json of `model.path`; None without one.
         size: counts of the model's parameters and FLOPs.
         store: the run's checkpoints.
-        curve: the fields that decide the curve, and the fingerprints of data and folders; unchanged on resume.
-        parents: config field -> path and fingerprint of every directory the run is made from.
-        teacher: the teacher of a distillation with one in memory; None in other runs.
-        logits: the cached logits of a distillation that uses them; None in other runs.
+        curve: fields that determine the loss curve, and fingerprints of data and folders; must be unchanged on resume.
+        parents: config field -> path and fingerprint of every directory on which the run depends.
+        teacher: teacher in memory of a distillation; None in other runs.
+        logits: cached logits of a distillation that uses them; None in other runs.
         tasks: the tasks of `evaluation.tasks`, with their requests.
     """
 
@@ -110,10 +110,10 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     """Opens the data, builds the model on meta and compares both with the run's directory.
 
     Raises:
-        ConfigError, DataError, CheckpointError: the run cannot be made; the message says why and what works.
+        ConfigError, DataError, CheckpointError: the run is impossible; the error gives the reason and a remedy.
     """
     config = run.config
-    # 512 ranks that each look at 10,000 shards are millions of requests to one metadata server
+    # if 512 ranks each check 10,000 shards, one metadata server gets millions of requests
     first = detect().rank == 0
     extent = Extent(run.steps, run.batch.samples)
     mixture = open_mixture(config.data, seed=config.run.seed, extent=extent, stat_files=first)
@@ -152,9 +152,9 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         **(logits.parents if logits is not None else {}),
     }
     prints = {f"{field}.fingerprint": parent["fingerprint"] for field, parent in parents.items()}
-    if logits is not None:  # a directory with the same records and more of them is as good
+    if logits is not None:  # a directory with more of the same records is equivalent
         prints["distill.logits.fingerprint"] = logits.format.content
-    # not in the curve of others, nor in checkpoints that are older than it
+    # absent from other runs' curves, and from checkpoints older than the field
     sparse = {"fp8.experts": True} if experts_in_fp8(config.fp8, model) else {}
     curve = {**curve_fields(run), **sparse, "model.resolved": plain, **prints}
     check_run_dir(config.run, store, curve, steps=run.steps)
@@ -165,7 +165,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
 
 
 def _tasks(run: ResolvedRun, model: nn.Module, tokenizer: Path) -> tuple[EncodedTask, ...]:
-    """Opens the tasks of the run; modules that only they need are not imported without them."""
+    """Opens the tasks of the run; imports modules for tasks only if there are any."""
     sections = run.config.evaluation.tasks
     if not sections:
         return ()
@@ -178,15 +178,15 @@ def _tasks(run: ResolvedRun, model: nn.Module, tokenizer: Path) -> tuple[Encoded
 
 
 def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -> None:
-    """Refuses a layout that the model's architecture does not have, before it is needed: a fallback, or the configured.
+    """Refuses, before it is needed, a configured or fallback layout that the model's architecture does not support.
 
     Args:
         run: the resolved config.
         model: the full model, on meta.
-        packages: whether the packages that the layout needs have to be installed here.
+        packages: whether the packages for the layout have to be installed here.
 
     Raises:
-        ConfigError: names the fallback.
+        ConfigError: a layout is unsupported; the error names the fallback.
     """
     for field, other in run.layouts.items():
         with naming_fallback(field, run.config):
@@ -194,7 +194,7 @@ def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True
 
 
 def first_values(section: ModelSection, model: nn.Module, *, seed: int) -> ParameterValues:
-    """The parameters' first values: initialized by name, or read from the folder that `model.path` names."""
+    """Returns the parameters' initial values: initialized by name, or read from the folder in `model.path`."""
     if section.path is None or section.fresh:
         found = find_parametrization(section, model)
         initial = InitByName(model, seed=seed) if found is None else ScaledInit(model, found, seed=seed)
@@ -205,14 +205,14 @@ def first_values(section: ModelSection, model: nn.Module, *, seed: int) -> Param
 
 
 def named_folders(model: ModelSection, distill: DistillSection | None) -> dict[str, str]:
-    """Config field -> path of every Hugging Face folder the config names."""
+    """Returns config field -> path of every Hugging Face folder that the config names."""
     teacher = distill.teacher if distill is not None and distill.logits is None else None
     named = {"model.path": model.path, "distill.teacher": teacher}
     return {field: path for field, path in named.items() if path is not None}
 
 
 def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
-    """Refuses a model whose tokenizer is not the dataset's.
+    """Refuses a model whose tokenizer differs from the dataset's.
 
     Raises:
         ConfigError: the folder holds a tokenizer with another fingerprint.
@@ -227,20 +227,20 @@ def check_tokenizer(field: str, folder: str, tokenizer: dict[str, Any]) -> None:
 
 
 def described(config: PretrainedConfig) -> dict[str, Any]:
-    """A Hugging Face config as plain JSON, without fields that do not change the model that is trained."""
+    """Converts a Hugging Face config to plain JSON, without fields that do not affect the trained model."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     idle = {"transformers_version", "dtype", "use_cache", "architectures", "id2label", "label2id", "_name_or_path"}
     return {key: value for key, value in fields.items() if key not in idle}
 
 
 def folder_parents(model: ModelSection, distill: DistillSection | None) -> dict[str, Any]:
-    """Path and fingerprint of every Hugging Face folder the config names."""
+    """Returns path and fingerprint of every Hugging Face folder that the config names."""
     named = named_folders(model, distill).items()
     return {field: {"path": path, "fingerprint": ModelFolder.open(path).fingerprint()} for field, path in named}
 
 
 def check_disks(zero: ZeroSection) -> None:
-    """Refuses to offload to a directory that this machine does not have.
+    """Refuses to offload to a directory that is missing on this machine.
 
     Raises:
         ConfigError: `nvme_path` is no directory, or cannot be written.

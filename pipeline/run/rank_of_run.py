@@ -1,4 +1,4 @@
-"""A rank that trains, as one value: for the loop, its hooks, and the island or the replica it belongs to."""
+"""A rank that trains, as one value: for the loop, its hooks, and its island or replica."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RankOfRun:
         attempt: journal of the attempts of the run.
         sinks: journal and tracking services, for metrics and events; empty on all ranks but rank 0.
         display: progress bar and messages; silent on all ranks but rank 0.
-        checkpoint: the checkpoint that the run resumes from; None at the start.
-        stack: closes what is opened for the run.
+        checkpoint: checkpoint from which the run resumes; None at the start.
+        stack: exit stack that closes everything opened for the run.
     """
 
     prepared: PreparedRun
@@ -55,7 +55,7 @@ class RankOfRun:
 
     @property
     def curve(self) -> dict[str, Any]:
-        """The fields that decide the loss curve: what all groups of one run must agree on."""
+        """The fields that determine the loss curve, on which all groups of a run must agree."""
         return self.prepared.curve
 
     @property

@@ -1,4 +1,4 @@
-"""Checks whether a config may go on in a run's directory: as the same run, and never silently from the start."""
+"""Checks whether a config may continue in a run's directory: as the same run, and never silently from the start."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from pipeline.runtime.metrics.journal import NAME as JOURNAL
 
 _PATIENCE_S = 10.0
 _OF_A_RUN = (".lock", ".bucket.json", ".agents", "submissions", ATTEMPTS, JOURNAL, "checkpoints")
-"""Entries of a run's directory before its first manifest, all or some of them."""
+"""Possible entries of a run's directory before its first manifest."""
 
 
 def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, steps: int) -> None:
-    """Refuses to resume another run, to start over silently, and to train into a directory that is no run's.
+    """Refuses to resume another run, to start over silently, and to train into a directory that belongs to no run.
 
     Raises:
-        CheckpointError: the newest checkpoint was written with fields that make another curve.
+        CheckpointError: the newest checkpoint has fields that give another loss curve.
         ConfigError: `run.resume` is never and there are checkpoints; there are more steps than `run.steps`; the
-            directory belongs to something else, or cannot be written.
+            directory belongs to something other than a run, or cannot be written.
     """
     run_dir = section.local_dir
     _check_is_run(run_dir)
@@ -63,11 +63,11 @@ def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, 
 
 
 def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequence[str]) -> None:
-    """Refuses fields that differ, but for those in `allowed`, and names in `allowed` that are no such field.
+    """Refuses differing fields that are not in `allowed`, and names in `allowed` that match no field.
 
     Raises:
-        CheckpointError: a field differs, or one that cannot be allowed.
-        ConfigError: there is no such field, or the checkpoint is of islands.
+        CheckpointError: a field differs that is not, or cannot be, allowed.
+        ConfigError: a name matches no field, or the checkpoint is from islands.
     """
     was = checkpoint.manifest.details["curve"]
     fields = {*_paths(was), *_paths(curve)}
@@ -102,14 +102,14 @@ def _refuse_miscounting(
     differing: Sequence[tuple[str, Any, Any]],
     changed: Sequence[tuple[str, Any, Any]],
 ) -> None:
-    """Refuses changes of fields that count and look up the steps until the checkpoint, whatever is allowed.
+    """Refuses changes of fields that count and look up the steps before the checkpoint, even if allowed.
 
     Args:
-        checkpoint: the checkpoint that the run goes on from.
+        checkpoint: checkpoint from which the run continues.
         was: the checkpoint's fields.
         now: the config's fields.
-        differing: (field, before, now) of all that differ.
-        changed: the part of `differing` that is not allowed, which the message names, too.
+        differing: (field, before, now) of all fields that differ.
+        changed: part of `differing` that is not allowed; the message names it, too.
     """
     samples = checkpoint.manifest.details["samples"]
     wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples)]
@@ -134,7 +134,7 @@ def _refuse_miscounting(
 
 
 def _words_back(changed: Sequence[tuple[str, Any, Any]]) -> str:
-    """The `--set` words that put all fields back, needed where a default has changed since; "" where none can."""
+    """Returns `--set` arguments that restore all fields, even if a default has changed; "" where that is impossible."""
     was = {field: before for field, before, _ in changed}
     words = [f"--set {shlex.quote(f'{name}={json.dumps(was.get(name))}')}" for name in _names(changed)]
     plain = all(isinstance(was.get(name), bool | int | float | str | list) for name in _names(changed))
@@ -152,7 +152,7 @@ def _states(checkpoint: Checkpoint, now: Curve) -> str:
 
 
 def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
-    """Says why the optimizer starts afresh from a checkpoint; None where it takes the checkpoint's state."""
+    """Tells why the optimizer starts afresh from a checkpoint; None if it takes the checkpoint's state."""
     before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
     if before == after:
         return None
@@ -160,7 +160,7 @@ def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
 
 
 def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Drops the parameters of an optimizer whose type has changed, except its rate: the type covers them."""
+    """Drops changed parameters, except the rate, if the optimizer's type has changed: the type covers them."""
     if not any(field == "optimizer.type" for field, _, _ in changed):
         return changed
     kept = ("optimizer.type", "optimizer.params.lr")
@@ -168,7 +168,7 @@ def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list
 
 
 def learning_rate_change(checkpoint: Checkpoint, was: Curve, now: Curve) -> str | None:
-    """Says how another schedule, such as a longer run's, changes the learning rate; None where it is the same."""
+    """Tells how another schedule, such as a longer run's, changes the learning rate; None if unchanged."""
     before, after = was.get("scheduler"), now.get("scheduler")
     if not before or not after or before == after:
         return None
@@ -179,7 +179,7 @@ def learning_rate_change(checkpoint: Checkpoint, was: Curve, now: Curve) -> str 
 
 
 def changes_since(checkpoint: Checkpoint, curve: Curve) -> list[tuple[str, Any, Any]]:
-    """The fields that differ from the checkpoint's: (dotted path, before, now)."""
+    """Lists the fields that differ from the checkpoint's: (dotted path, before, now)."""
     return changed_fields(checkpoint.manifest.details["curve"], curve)
 
 
@@ -187,7 +187,7 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
     """Refuses a run directory that not all hosts see. Collective.
 
     Raises:
-        ConfigError: says which ranks do not see what rank 0 has written there.
+        ConfigError: some ranks do not see rank 0's file there; the error names them.
     """
     if rendezvous.world_size == 1:
         return
@@ -202,11 +202,11 @@ def check_shared(run_dir: Path, rendezvous: Rendezvous) -> None:
 
 
 def _ranks_without_view(run_dir: Path) -> list[str]:
-    """The ranks that do not see what rank 0 writes into a directory, with their hosts."""
+    """Lists the ranks, with hosts, that do not see a file that rank 0 writes into a directory."""
     token = on_rank_zero(lambda: _leave_token(run_dir))
     deadline = time.monotonic() + _PATIENCE_S
     while not (seen := (run_dir / token).exists()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a network file system may show it a moment later
+        time.sleep(0.05)  # a network file system may show the file a moment later
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, None if seen else f"rank {dist.get_rank()} on {socket.gethostname()}")
     on_rank_zero(lambda: (run_dir / token).unlink(missing_ok=True))
@@ -220,10 +220,10 @@ def _leave_token(run_dir: Path) -> str:
 
 
 def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
-    """One line for each key that a person wrote: the old and the new value of a field that follows from it."""
+    """Formats a line for each key that a person wrote: old and new value of a field that follows from it."""
     lines: dict[str, str] = {}
     names = _names(changed)
-    for field, was, now in sorted(changed, key=lambda row: row[0] not in names):  # a key itself before what follows
+    for field, was, now in sorted(changed, key=lambda row: row[0] not in names):  # keys first, then derived fields
         key = next(key for key in written_keys(field) if key in names)
         derived = field.removeprefix(f"{key}.")
         label = key if key == field else f"{key} ({derived})"
@@ -232,7 +232,7 @@ def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _names(changed: Sequence[tuple[str, Any, Any]]) -> list[str]:
-    """The keys to name in `run.allow_change`, each once; a field that a named key explains adds none."""
+    """Returns the keys to name in `run.allow_change`, each once; none for a field that a named key explains."""
     names: list[str] = []
     for field in sorted((row[0] for row in changed), key=lambda field: len(written_keys(field))):
         keys = written_keys(field)
@@ -249,7 +249,7 @@ def _parents(key: str) -> Iterator[str]:
 
 
 def _off(name: str, *curves: Curve) -> bool:
-    """Whether a field's section is null in one of the curves, such as fp16's in a bf16 run."""
+    """Tells whether a field's section is null in one of the curves, such as fp16's in a bf16 run."""
     parents = [name.rpartition(".")[0][: len(name)]]
     while parents[-1]:
         parents.append(parents[-1].rpartition(".")[0])
@@ -257,7 +257,7 @@ def _off(name: str, *curves: Curve) -> bool:
 
 
 def _paths(value: Any, at: str = "") -> Iterator[str]:
-    """The dotted paths of everything in nested dicts."""
+    """Yields the dotted paths of all entries in nested dicts."""
     for key, inner in value.items() if isinstance(value, dict) else ():
         path = f"{at}.{key}" if at else key
         yield path
@@ -265,7 +265,7 @@ def _paths(value: Any, at: str = "") -> Iterator[str]:
 
 
 def _refuse_lost_checkpoints(run_dir: Path) -> None:
-    """Refuses to start a run over that has had a checkpoint and has none any more."""
+    """Refuses to restart a run that had a checkpoint and has none any more."""
     if not (run_dir / MANIFEST).exists():
         return
     step = read_manifest(run_dir, kind="run").details.get("step", 0)
@@ -276,7 +276,7 @@ def _refuse_lost_checkpoints(run_dir: Path) -> None:
 
 
 def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
-    """The manifest; None for a damaged one, which the search for a whole checkpoint reports."""
+    """Reads the manifest; None if damaged, which the search for an intact checkpoint reports."""
     try:
         return checkpoint.manifest
     except DataError:
@@ -284,7 +284,7 @@ def _manifest_or_none(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def _check_is_run(run_dir: Path) -> None:
-    """Refuses to train into a directory that another stage made: it would lose its manifest."""
+    """Refuses to train into a directory that another stage made, whose manifest would be lost."""
     if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return
     if (run_dir / MANIFEST).exists():
@@ -295,7 +295,7 @@ def _check_is_run(run_dir: Path) -> None:
 
 
 def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    """The fields that differ between two curves: (dotted path, before, now)."""
+    """Lists the fields that differ between two curves: (dotted path, before, now)."""
     if isinstance(was, dict) and isinstance(now, dict):
         keys = sorted({*was, *now})
         return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]

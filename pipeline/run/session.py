@@ -49,7 +49,7 @@ from pipeline.runtime.metrics.console import TrainingDisplay
 from pipeline.runtime.metrics.sinks import Sink, Sinks
 
 _UPLOADING_S = 1.0
-"""Seconds between two collectives while the ranks wait for uploads."""
+"""Seconds between collectives while the ranks wait for uploads."""
 MakeObjective = Callable[[PreparedRun, torch.device, Mesh | None], Objective]
 
 
@@ -62,12 +62,12 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
         signals: stop signals of this process.
 
     Returns:
-        The exit code of this rank; see `faults.stop_signals`.
+        The exit code of this rank (`faults.stop_signals`).
 
     Raises:
-        HeadraceError: anything the user can mend; before work starts wherever it can be known by then.
+        HeadraceError: any error that the user can correct, raised before work starts wherever possible.
     """
-    # Start: find out which rank this is; check data, model and layout. Nothing has been touched when this refuses.
+    # Start: find out which rank this is; check data, model and layout. An error here leaves everything untouched.
     launch = detect()
     if launch.rank >= run.topology.world_size:
         wait_as_spare(launch, processes=run.topology.world_size, config=run.config.launch)
@@ -102,16 +102,16 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
             else:
-                # Stage: the data is copied to this node's disk where the config says so.
+                # Stage: the data is copied to this node's disk if the config asks for it.
                 data, progress = run.config.data, watchdog.report_progress
                 staged = staged_data(data, prepared.mixture, prepared.heldout, say=session.say, progress=progress)
                 clean_up = stack.enter_context(staged)
-                # Decide: resume from the newest whole checkpoint, or begin at step 1.
+                # Decide: resume from the newest intact checkpoint, or begin at step 1.
                 checkpoint = session.newest_checkpoint()
                 # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
                 engine = session.allocate(make_objective, device=device, mesh=mesh, checkpoint=checkpoint)
                 services = open_services(session.prepared, stack) if launch.rank == 0 else []
-                # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and trains on from there.
+                # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and continues from there.
                 rollback: Rollback | None = None
                 while True:
                     session.load(engine, checkpoint)
@@ -133,7 +133,7 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
 def _begin_attempt(
     prepared: PreparedRun, launch: Launch, signals: StopSignals, stack: ExitStack
 ) -> tuple[Attempt, Uploads]:
-    """Locks the run's directory, takes its lease where it is in an object store, and handles Ctrl-C from then on."""
+    """Locks the run's directory, takes its lease if it is in an object store, and handles Ctrl-C from then on."""
     uploads = Uploads(prepared.run.config, first=launch.rank == 0, signals=signals)
     attempt = stack.enter_context(locked_attempt(prepared.run_dir, launch, holding=uploads))
     signals.handle_interrupts()
@@ -150,10 +150,10 @@ class Session:
         signals: stop signals of this process.
         agreement: all-reduces small numbers over all ranks.
         watchdog: watchdog that gets this rank's phase and step.
-        attempt: is told when training begins.
+        attempt: journal of attempts, which records when training begins.
         copies: checkpoint copies in this node's memory.
         uploads: copies checkpoints and journals to an object store.
-        stages: speeds of the pipeline stages, where they were measured.
+        stages: speeds of the pipeline stages, if measured.
     """
 
     prepared: PreparedRun
@@ -170,13 +170,13 @@ class Session:
         self.attempt.tell_ranks = self.watchdog.report_error
 
     def say(self, line: str | None) -> None:
-        """Prints a line on rank 0; nothing for None."""
+        """Prints a line on rank 0; does nothing for None."""
         if line is not None:
             self._display(first=0).say(line)
 
     @cached_property
     def files(self) -> RestartFiles:
-        """Finds and opens the files of checkpoints: copies in memory, or the run's directory. Collective at first."""
+        """Finds and opens checkpoint files: copies in memory, or the run's directory. The first use is collective."""
         master, _, port = self.launch.master.rpartition(":")
         return RestartFiles(
             self.copies.memory,
@@ -187,10 +187,10 @@ class Session:
         )
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint whose checksums hold; None where the run has none. Collective.
+        """Finds the newest checkpoint with correct checksums; None if the run has no checkpoint. Collective.
 
         Raises:
-            CheckpointError: there are checkpoints and all are damaged, or the newest whole one is of another run.
+            CheckpointError: all checkpoints are damaged, or the newest intact one belongs to another run.
         """
         store, progress = self.prepared.store, self.watchdog.report_progress
         checkpoint = store.newest_intact(self.say, on_progress=progress, files=self.files)
@@ -210,7 +210,7 @@ class Session:
     def load(self, engine: Engine, checkpoint: Checkpoint | None) -> None:
         """Loads parameters and optimizer state from a checkpoint, if there is one. Collective.
 
-        The optimizer starts afresh where the checkpoint is of another kind, which `run.allow_change` allows.
+        The optimizer starts afresh if the checkpoint's optimizer is of another kind and `run.allow_change` allows it.
         """
         if checkpoint is None:
             return
@@ -233,9 +233,9 @@ class Session:
         """Trains from the step after the checkpoint to the last step or to a stop signal. Collective.
 
         Args:
-            engine: holds the state of the checkpoint, or the initial one.
+            engine: engine with the checkpoint's state, or the initial state.
             services: sinks besides `metrics.jsonl`.
-            checkpoint: the checkpoint that the run resumes from; None at the start.
+            checkpoint: checkpoint from which the run resumes; None at the start.
             rollback: the rollback that led back to the checkpoint; None without one.
 
         Raises:
@@ -244,7 +244,7 @@ class Session:
         """
         details, done = (checkpoint.manifest.details, checkpoint.step) if checkpoint else ({}, 0)
         manifest = RunManifest(self.prepared, self.launch.rank, self.stages, details.get(IMPORTED))
-        on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has not written it yet
+        on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has no manifest yet
         skips = rollback.skips_from(done) if rollback else recorded_skips(checkpoint, self.prepared.run_dir)
         with ExitStack() as stack:
             rows = open_journal(self.attempt, self.prepared.run_dir, from_step=done, stack=stack) if self._first else []
@@ -293,10 +293,10 @@ class Session:
             return stop
 
     def _finish(self, trainer: Trainer, stop: Stop) -> None:
-        """Ends the hooks, uploads what is left, and says how the run ended. Collective.
+        """Ends the hooks, uploads the backlog, and prints how the run ended. Collective.
 
         Raises:
-            TrainingError: the store takes nothing for too long, or another process has taken the run over.
+            TrainingError: the store accepts nothing for too long, or another process has taken over the run.
         """
         here, prepared, step = trainer.here, self.prepared, trainer.progress.step
         self.watchdog.enter_phase("finishing")

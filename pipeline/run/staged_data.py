@@ -22,7 +22,7 @@ from pipeline.data.staging import StagedCopy, check_space, copy_path, in_use, re
 from pipeline.data.step_samples import PARTS_IN_CACHE, step_bytes_of
 
 _DEFAULT_BYTES = 32_000_000_000
-"""Limit of the cache for tokens in object stores, where the disk has twice as much free."""
+"""Byte limit of the cache for tokens in object stores, if the disk has twice as much free space."""
 
 
 def check_stage_space(data: DataSection, mixture: DataMixture) -> None:
@@ -37,7 +37,7 @@ def check_stage_space(data: DataSection, mixture: DataMixture) -> None:
 
 
 def open_cache(run: ResolvedRun, mixture: DataMixture) -> None:
-    """Has the sources in object stores read through a bounded cache on this node's disk, unless they are staged.
+    """Opens a bounded cache on this node's disk for sources in object stores, unless they are staged.
 
     Raises:
         ConfigError: the cache is too small for a step, or larger than the free space.
@@ -67,7 +67,7 @@ def open_cache(run: ResolvedRun, mixture: DataMixture) -> None:
 
 
 def _index_bytes(mixture: DataMixture) -> int:
-    """Size of the indexes of the shards in object stores, which document boundaries are found in."""
+    """Returns the bytes of the indexes, with document boundaries, of shards in object stores."""
     shards: set[str] = set()
     for source in mixture.sources:
         if source.files is mixture.remote and not isinstance(source, PackedDataset):
@@ -84,16 +84,16 @@ def staged_data(
     say: Callable[[str], None],
     progress: Callable[[], None],
 ) -> Iterator[Callable[[bool], None]]:
-    """Copies the run's tokens directories to this node's disk, or waits for it, and has the datasets read from there.
+    """Copies the run's tokens directories to this node's disk, or waits for the copy; datasets then read it.
 
     Args:
         data: the config's `data`.
         mixture, heldout: the run's datasets.
-        say: takes a line for people about each directory.
-        progress: is called meanwhile.
+        say: prints a line for people about each directory.
+        progress: called during the copy.
 
     Yields:
-        A function that takes whether the run has finished, and removes the copies then; not with `data.stage_keep`.
+        A function of whether the run has finished; if so, it removes the copies, unless `data.stage_keep` is set.
 
     Raises:
         DataError: there is no room, or a copied file's checksum is not the manifest's.
@@ -123,5 +123,5 @@ def staged_data(
 
 
 def _directories(mixture: DataMixture) -> dict[str, Manifest]:
-    """The tokens directories of the mixture, each once; data that is read in place has no checksums and stays."""
+    """Returns the mixture's tokens directories, each once, without data read in place, which has no checksums."""
     return {each.origin: each.manifest for each in mixture.sources if not each.in_place}

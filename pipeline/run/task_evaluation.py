@@ -1,6 +1,7 @@
 """Tasks with answers in a training run: scored or continued by its engine, in its layout, without a copy of the model.
 
-Requests are dealt over the data-parallel ranks; every rank makes the same forward passes, and has all results.
+Requests are distributed over the data-parallel ranks. Every rank makes the same number of forward passes, and gets all
+results.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from pipeline.run.distillation.kv_cache import kv_cache_problem
 from pipeline.run.distillation.sampling import Sampler
 
 Batches = Callable[[Iterator[Any]], Iterator[Any]]
-"""Function that passes batches on, and may end them early, on all ranks at the same one."""
+"""Function that passes batches on, and may end early, at the same batch on all ranks."""
 
 
 class RequestNats:
-    """Adds up the cross-entropy of each request in forward passes, in the place of a loss; an `Objective`.
+    """Sums the cross-entropy of each request in forward passes, in place of a loss; an `Objective`.
 
     Args:
         requests: number of requests.
 
     Attributes:
-        nats: fp64 [requests], -log p(continuation | context) of what this rank has seen.
+        nats: fp64 [requests], -log p(continuation | context) for the positions on this rank.
     """
 
     def __init__(self, requests: int, device: torch.device) -> None:
@@ -53,13 +54,13 @@ class RequestNats:
         self.parts: tuple[str, ...] = ()
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The request of each position."""
+        """Returns the request of each position."""
         return (batch.requests,)  # type: ignore[attr-defined]
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Adds the nats of the positions to their requests; see `Objective.__call__`."""
+        """Adds the nats of the positions to their requests (`Objective.__call__`)."""
         nats = target_nats(logits, labels, vocabulary)
         self.nats.index_add_(0, extra_targets[0].flatten(), nats.double())
         return Loss(nats.sum())
@@ -67,19 +68,19 @@ class RequestNats:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """Not used: nothing is trained."""
+        """Is not used: nothing is trained."""
         raise NotImplementedError
 
 
 def check_tasks(run: ResolvedRun, model: nn.Module, tasks: tuple[EncodedTask, ...]) -> None:
-    """Refuses prompts in a layout, or of a model, that cannot continue them.
+    """Refuses prompts if the layout or the model cannot continue them.
 
     Args:
         run: the resolved config.
         model: the full model, on meta.
 
     Raises:
-        ConfigError: names the field and what works.
+        ConfigError: prompts cannot be continued; the error names the field and what works.
     """
     generated = [task.name for task in tasks if task.generated]
     if not generated:
@@ -107,10 +108,10 @@ def check_tasks(run: ResolvedRun, model: nn.Module, tasks: tuple[EncodedTask, ..
 
 
 def pass_shape(run: ResolvedRun) -> PassShape:
-    """The shape of the forward passes of tasks in a layout."""
+    """Returns the shape of the tasks' forward passes in a layout."""
     topology, batch = run.topology, run.batch
     multiple = topology.tp * topology.cp * (2 if topology.cp > 1 else 1)
-    # the buffers of the fused exchanges are for the tokens of a micro-batch
+    # buffers of fused exchanges hold the tokens of one micro-batch
     fixed = topology.ep > 1 and expert_exchange(run.config) != "all_to_all"
     return PassShape(topology.dp, batch.micro, batch.sequence_length, multiple, fixed=fixed)
 
@@ -124,7 +125,7 @@ class TaskEvaluation:
         tasks: the run's tasks, with their requests.
         engine: executes the forward passes.
         rank: global rank of this process.
-        on_progress: called after every new token: a task may take longer than the run may stand still.
+        on_progress: called after every new token, since a task may exceed the hang timeout.
     """
 
     run: ResolvedRun
@@ -135,7 +136,7 @@ class TaskEvaluation:
     on_progress: Callable[[], None] = lambda: None
 
     def figures(self, task: EncodedTask, batches: Batches = iter) -> dict[str, float] | None:
-        """The figures of a task; None where its batches ended early. Collective."""
+        """Computes the figures of a task; None if its batches ended early. Collective."""
         if task.generated:
             tokens = self.continued(task, batches)
             return None if tokens is None else generated_figures(task, tokens)
@@ -143,11 +144,11 @@ class TaskEvaluation:
         return None if nats is None else ranked_figures(task, nats)
 
     def line(self, task: EncodedTask, figures: Mapping[str, float]) -> str:
-        """Figures of a task for people."""
+        """Formats the figures of a task for people."""
         return f"{task.name}: {figures_line(figures)}"
 
     def nats(self, task: EncodedTask, batches: Batches = iter) -> npt.NDArray[np.float64] | None:
-        """-log p of every request of a ranked task, float64 [requests]; None where its batches ended early."""
+        """Computes -log p of every request of a ranked task, float64 [requests]; None if its batches ended early."""
         topology, coordinates = self.run.topology, self.run.topology.coordinates(self.rank)
         passes = forward_passes(task.lengths, pass_shape(self.run))
         chunks = partial(sequence_chunks, cp=topology.cp, cp_rank=coordinates["cp"], zigzag=self.run.zigzag)
@@ -162,7 +163,7 @@ class TaskEvaluation:
         return nats
 
     def continued(self, task: EncodedTask, batches: Batches = iter) -> npt.NDArray[np.int64] | None:
-        """Continuations of every prompt, likeliest token by token, int64 [prompts, new tokens]; None: ended early."""
+        """Continues every prompt greedily: int64 [prompts, new tokens]; None if the batches ended early."""
         topology, coordinates = self.run.topology, self.run.topology.coordinates(self.rank)
         generator = Generator(
             self.engine,
@@ -184,7 +185,7 @@ class TaskEvaluation:
         return gathered
 
     def _prompts(self, task: EncodedTask, each: ForwardPass, dp_rank: int) -> tuple[Prompts, Tensor]:
-        """This rank's prompts of a pass, and their numbers; shorter ones follow padding, which is another document."""
+        """Returns this rank's prompts of a pass and their numbers; padding before short prompts is another document."""
         numbers = each.requests[dp_rank]
         longest = max(len(task.ids[number]) for own in each.requests for number in own.tolist())
         ids, begun = np.zeros((each.rows, longest), dtype=np.int64), np.zeros((each.rows, 1), dtype=np.int64)
@@ -199,7 +200,7 @@ class TaskEvaluation:
         return prompts, torch.from_numpy(numbers).to(self.device)
 
     def _gathered(self, own: Tensor, *, counts: bool) -> Tensor:
-        """The sum over the ranks that count, on the CPU."""
+        """Sums over the ranks that count, on the CPU."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             own = own if counts else torch.zeros_like(own)
             dist.all_reduce(own)

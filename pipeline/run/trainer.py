@@ -30,7 +30,7 @@ class Trainer:
         steps: this rank's batches, from the first step to run to the last.
         saves: writes checkpoints.
         evaluation: scores the held-out splits and the tasks.
-        hooks: observe and adjust the steps.
+        hooks: hooks that observe and adjust the steps.
         progress: the run's progress, kept up to date.
         group: exchanges with other islands or replicas; None in an ordinary run.
     """
@@ -47,10 +47,10 @@ class Trainer:
     def train(self) -> Stop:
         """Trains to the last step or to a stop signal.
 
-        Work is saved before it is evaluated. An evaluation that a stop cuts short is made up for at the next start.
+        Work is saved before it is evaluated. An evaluation cut short by a stop is repeated at the next start.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written. One on the way is tried again at its next time.
+            CheckpointError: the last checkpoint could not be written; an earlier failure only waits for the next one.
             TrainingError: the policy for an anomaly is to stop, or replicas differ.
             Rollback: the policy for an anomaly is to roll back.
         """
@@ -73,7 +73,7 @@ class Trainer:
                     self.saves.save(step)
             if not stop and self.evaluation.due(step):
                 stop = self.evaluate(step)
-                if stop and not last:  # asked to stop meanwhile
+                if stop and not last:  # a stop was requested meanwhile
                     stop = self._exchange(step, stop, save=True)
                     self.saves.save_last(step)
             if stop or last:
@@ -82,7 +82,7 @@ class Trainer:
         return self._end_between_steps()
 
     def _step(self, batch: StepBatch) -> tuple[Stop, bool]:
-        """Begins a step and reports finished ones: this one, or, where a device works ahead, the one before.
+        """Begins a step and reports finished ones: this step or, if a device works ahead, the previous step.
 
         Returns:
             The stop that is requested on any rank, and whether it is time for a checkpoint.
@@ -90,7 +90,7 @@ class Trainer:
         with self.saves.finished_before_an_error():
             self._begin(batch)
         stop, time_is_up = self._finish_steps(drain=self._needs_finished(batch.step))
-        if stop or time_is_up:  # of a step before, perhaps: the newest is finished, too
+        if stop or time_is_up:  # perhaps from an earlier step: the newest step is finished, too
             later, _ = self._finish_steps(drain=True)
             stop = max(stop, later)
         return stop, time_is_up
@@ -102,18 +102,18 @@ class Trainer:
             self.stepper.begin(whole, lr=self.here.run.schedule.lr(batch.step), host_values=self._flags)
 
     def _flags(self) -> list[float]:
-        """This rank's flags, which are summed over all ranks with the numbers of a step."""
+        """Returns this rank's flags, which are summed over all ranks with a step's numbers."""
         saves = self.saves
         return StepFlags(self.here.signals.requested, saves.busy, saves.timer.due, self.hooks.flags()).values()
 
     def _needs_finished(self, step: int) -> bool:
-        """Whether the state after a step is needed, so that the step is finished before another begins."""
+        """Tells whether the state after a step is needed, and the step must finish before another begins."""
         due = step == self.here.run.steps or self.saves.due(step) or self.evaluation.due(step)
         due = due or (self.group is not None and self.group.due(step))
         return due or self.stepper.needs_drain(step) or self.hooks.needs_finished(step)
 
     def _finish_steps(self, *, drain: bool) -> tuple[Stop, bool]:
-        """Reports finished steps, all that were begun or all but the one a device works on; advances a save."""
+        """Reports finished steps: all begun steps, or all but the one on which a device works; advances a save."""
         found: list[StepFlags] = []
         with self.saves.finished_before_an_error():
             for step, result in self.stepper.finished(drain=drain):
@@ -141,7 +141,7 @@ class Trainer:
             return self.evaluation.evaluate(step, written=written)
 
     def _end_between_steps(self) -> Stop:
-        """Ends an island that was waiting for others: they had finished, or it was asked to stop."""
+        """Ends an island that waited for other islands: they had finished, or it was asked to stop."""
         stop = self.here.agreement.requested_stop(self.here.signals)
         if self.group is not None and not (stop and self.progress.step == self.group.step):
             self.progress.step = self.group.step

@@ -100,7 +100,7 @@ def check_edits(edits: list[tuple[str, Any]], source: str | None, processes: int
 
 SOURCES = st.none() | st.sampled_from(sorted(deepspeed_files.FILES))
 COUNTS = st.sampled_from([1, 2, 3, 8])
-QUICK = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -318,6 +318,7 @@ prepare(resolve(load_config(sys.argv[1]), world_size=2))
 
 @strace
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_of_the_ranks_of_a_run_the_first_alone_looks_at_all_shards(tokens: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
     shards = len(list(tokens.glob("*/shard-*")))

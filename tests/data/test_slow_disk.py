@@ -81,6 +81,7 @@ def share_waited(rows: list[dict[str, float]]) -> float:
 
 @pytest.mark.integration
 @pytest.mark.skipif(not BLKIO.is_dir(), reason="throttling a disk needs cgroups v1 (blkio)")
+@pytest.mark.sweep
 def test_a_disk_that_becomes_slow_shows_as_data_wait(tmp_path: Path) -> None:
     device = device_of(tmp_path)
     if device is None:

@@ -42,7 +42,7 @@ def run_printed(commands: str, cwd: Path, *, warm: bool = True) -> str:
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 KILLS = ("a-run-that-failed",)
 """Pages that look for a child of a process that they have started."""
-SWEPT = {*KILLS, "chat-fine-tuning", "first-hour"}
+SWEPT = {*KILLS, "chat-fine-tuning", "choosing-a-layout", "first-hour", "train-longer"}
 """Pages that take minutes: `make sweep-tests` runs them. The first hour has the commands of the README and the demo."""
 BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -85,6 +85,7 @@ def test_the_commands_after_the_demo_run_as_printed(tmp_path: Path) -> None:
     config = tmp_path / "ds_configs" / "zero3.json"
     shorter = config.read_text().replace('"steps": 100', '"steps": 12')
     shorter = shorter.replace('"checkpoint_every": 25', '"checkpoint_every": 3')
+    shorter = shorter.replace('"warmup_num_steps": 20', '"warmup_num_steps": 4')
     config.write_text(shorter.replace('"every": 50', '"every": 6'))
     work = tmp_path / "out" / "demo"
     work.mkdir(parents=True)

@@ -48,7 +48,6 @@ ALWAYS = {
     "stage 3, optimizer and weights on the cpu",
     "stage 3, bf16, reduced in bf16",
     "pp 2, stage 1, 3 times as fast on the first rank",
-    "stage 3, hpZ, 2 of 4",
 }
 """The others run with `make sweep-tests`."""
 

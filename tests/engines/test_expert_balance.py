@@ -65,8 +65,9 @@ DEEPSPEED = {
     "bias, bf16, ZeRO-1": balanced(1, DEEPSEEK, BIAS, micro=2, bf16={"enabled": True}),
     "fp16, ZeRO-0": balanced(0, micro=2, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
 }
-ALWAYS = {"dp 2, Mixtral, accumulation 4", "pp 2, recomputed", "ZeRO-1"}
+ALWAYS = {"pp 2, recomputed", "ZeRO-1"}
 SWEPT = {
+    "dp 2, Mixtral, accumulation 4",
     "tp 2",
     "bias, dp 2",
     "dp 2, stage 3",

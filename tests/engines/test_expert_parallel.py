@@ -124,11 +124,9 @@ ZERO_FOUR = {
     "zero 1, ep 2, pp 2, dense first stage": ep(2, 1, pp=2, model=DENSE_FIRST, more=CLIPPED),
 }
 ALWAYS = {
-    "ep 2, gpt oss, biases",
     "ep 2 x edp 2",
     "ep 2, pp 2, 1f1b",
     "zero 2, ep 2, tp 2",
-    "zero 3, ep 2 x edp 2, Muon",
 }
 """The others run with `make sweep-tests`; overlapped exchanges in a pipeline: tests/parity."""
 

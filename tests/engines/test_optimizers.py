@@ -79,7 +79,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 INTEGRATION = {
-    "sgd, tp 2",
     "lion, stage 3, clipped",
     "muon, fsdp2, experts",
     "qk_clip, stage 3",

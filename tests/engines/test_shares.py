@@ -62,8 +62,6 @@ LAYOUTS = {"torch": TORCH, "deepspeed": DEEPSPEED}
 IN_CI = {
     "DDP [3, 1], micro-batches of different size",
     "FSDP2 stage 3, other shares in every step",
-    "experts [3, 1]",
-    "FSDP2 stage 2 [2, 1, 1]",
     "ZeRO-3 [3, 1]",
     "ZeRO-1, other shares in every step",
     "pipeline, pp 2 x dp 2 [3, 1]",

@@ -61,7 +61,6 @@ ON_FOUR = {
 ALWAYS = {
     "sharded weights, gathered per step, on 2",
     "bf16, reduced in bf16",
-    "pipeline, 3 times as fast on the first rank",
     "fp16",
     "hybrid sharding 2 x 2",
     "pp 2 x tp 2, untied",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import shutil
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -169,6 +171,14 @@ def test_a_run_is_not_mixed_with_checkpoints_of_another_that_a_killed_copy_has_l
     lease = newest_lease(URL)
     assert lease is not None
     assert lease.released
+
+
+def test_a_run_on_a_file_system_without_locks_is_copied_from_a_copy_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(DataError, match=r"may train there\n  try: .* cp -r, and run this command on the copy"):
+        publish_run(tmp_path, URL)
 
 
 @pytest.mark.usefixtures("store")

@@ -55,6 +55,7 @@ def test_a_killed_pod_comes_back_and_the_losses_are_those_of_one_process(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.sweep
 def test_an_evicted_pod_saves_the_run_without_failure(tokens: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     command = command_of_manifest(make_config(tokens, tmp_path))
     with Pods(tmp_path / "pods", 2, command, tokens) as pods:

@@ -107,7 +107,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 LENGTH = {"train_batch_size": 8, "gradient_accumulation_steps": 4}
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_every_layout_stores_buffers_and_resumes_from_those_of_another(tmp_path: Path) -> None:
     biases = {name: write_folder(tmp_path / name, DEEPSEEK_V3, seed=seed) for seed, name in enumerate("ab")}
     tokens = write_tokens(tmp_path / "tokens", vocab_size=V, tokens=3000, longest=40)

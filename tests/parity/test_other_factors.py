@@ -100,7 +100,14 @@ def assert_equivalent(cells: list[Values], work: Path, length: RunLength) -> Non
     assert [failure_text(name, result) for name, result in found.items() if not result.passed] == []
 
 
-@pytest.mark.parametrize("kind", ["CompleteP", "Muon", pytest.param("experts", marks=pytest.mark.integration)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("CompleteP", marks=pytest.mark.sweep),
+        "Muon",
+        pytest.param("experts", marks=pytest.mark.integration),
+    ],
+)
 def test_the_first_cells_follow_the_reference_for_a_few_steps(kind: str, tmp_path: Path) -> None:
     assert_equivalent(IN_CI[kind], tmp_path, SHORT)
 

@@ -23,7 +23,6 @@ from tests.parity.run import failure_text, launch
 STEPS = 5
 IN_CI = {
     "zero3.json",
-    "llama_70b_fsdp_3d.json",
 }
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, TrainingError
 from pipeline.plan.calibration import calibrate, measure
 from pipeline.plan.calibration.calibrate import calibrate_command
 from pipeline.plan.calibration.fit_links import link_of, links_of
-from pipeline.plan.calibration.measure_links import SIZES
+from pipeline.plan.calibration.measure_links import SIZES, between_ranks
 from pipeline.plan.predict.collectives import RankGroup, collective_s
 from pipeline.plan.predict.links import Link, LinkTopology
 from pipeline.plan.predict.plan import make_plan
@@ -24,6 +24,7 @@ from pipeline.runtime.machines.ranks import with_ranks
 from tests.conftest import tiny_config, write_config
 
 
+@pytest.mark.sweep
 def test_this_machine_is_measured_and_plans_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +50,17 @@ def test_this_machine_is_measured_and_plans_with_its_file(
     assert planned.run.config.compile.enabled is False
     plan = make_plan(planned.run, planned.costs, machine)
     assert 0 < plan.step_s.low <= plan.step_s.typical <= plan.step_s.high
+
+
+def test_a_device_that_fails_is_told_at_once_though_the_first_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "python"
+    command.write_text('#!/bin/sh\n[ "$3" = 1 ] || exec sleep 600\necho no such device >&2\nexit 1\n')
+    command.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(command))
+    with pytest.raises(TrainingError, match="failed: no such device"):
+        between_ranks(ranks=2)
 
 
 def test_the_range_of_a_measurement_has_what_was_waited() -> None:

@@ -326,6 +326,7 @@ def test_a_deadline_takes_more_nodes_and_is_kept() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_what_is_never_in_time_or_fits_nowhere_is_named_with_the_reason() -> None:
     found, without, question = offers("h100", deadline=1e-4)
     assert found == []

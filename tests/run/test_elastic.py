@@ -65,6 +65,7 @@ ON_SIX = {
 ENGINES = ["torch", pytest.param("deepspeed", marks=pytest.mark.sweep)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("engine", ENGINES)
 def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
     for name, differences in compare_layouts(tmp_path, engine, ON_THREE[engine], processes=3).items():

@@ -1,4 +1,4 @@
-"""`headrace card DIRECTORY [OUT]`: the papers of a tokens directory, a run or a model, from manifests and facts."""
+"""`headrace card DIRECTORY [OUT]`: writes the papers of a tokens directory, run or model, from manifests and facts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the facts are wrong.
-        DataError: no such directory, or a paper exists and may not be replaced.
+        DataError: the directory does not exist, or a paper exists and may not be replaced.
     """
     directory = Path(arguments.directory)
     out = Path(arguments.out) if arguments.out else directory
@@ -121,7 +121,7 @@ def _of_model(directory: Path, facts: CardFacts | None, gaps: Gaps) -> Papers:
 
 
 def _of_training(manifest: Manifest, details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Papers:
-    """The papers of a run or a model besides its card: training content summary and SBOM."""
+    """Makes the papers of a run or a model besides its card: training content summary and SBOM."""
     lineage = details[LINEAGE]
     known_sources(facts, [source["name"] for source in training_summary.distinct_sources(lineage)])
     return {
@@ -131,7 +131,7 @@ def _of_training(manifest: Manifest, details: Mapping[str, Any], facts: CardFact
 
 
 def _check_place(out: Path, directory: Path) -> None:
-    """Refuses to put papers beside files of another directory, which they would seem to describe."""
+    """Refuses to put papers beside another directory's files, which the papers would seem to describe."""
     manifest = out / MANIFEST
     if not manifest.is_file() or directory.resolve().is_relative_to(out.resolve()):
         return
@@ -141,10 +141,10 @@ def _check_place(out: Path, directory: Path) -> None:
 
 
 def _check_target(out: Path, papers: Papers, *, replace: bool) -> None:
-    """Refuses to overwrite files that a manifest has checksums of, and without --replace any file.
+    """Refuses to overwrite files whose checksums are in a manifest; without --replace, refuses to overwrite any file.
 
     Raises:
-        DataError: names the file.
+        DataError: a file may not be overwritten; names it.
     """
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file\n  try: a folder")

@@ -114,7 +114,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _problems(checkpoint: Checkpoint, progress: Callable[[int], None]) -> list[Problem]:
-    """Verifies a checkpoint; one in an object store is copied to this host meanwhile."""
+    """Verifies a checkpoint; copies it to this host first if it is in an object store."""
     from pipeline.checkpoint.export.verify import Problem, verify_checkpoint  # noqa: PLC0415
 
     if not isinstance(checkpoint, StoredCheckpoint):

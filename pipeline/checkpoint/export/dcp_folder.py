@@ -1,9 +1,9 @@
-"""Writes a checkpoint as a folder of torch.distributed.checkpoint with Hugging Face names, its optimizer included.
+"""Writes a checkpoint, optimizer included, as a folder of torch.distributed.checkpoint with Hugging Face names.
 
     {"model": {NAME: weight}, "optimizer": {"state": {NAME: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]},
      "step": N}
 
-The layout of torch's `get_model_state_dict` and `get_optimizer_state_dict`; `dcp.load` reads it on any number of ranks.
+This is the layout of torch's `get_model_state_dict` and `get_optimizer_state_dict`, for `dcp.load` on any ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.checkpoint.format.torch_reader import to_torch_metadata
 from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
 
 _PLAIN = "__1_0.distcp"
-"""File of the values that are no tensors."""
+"""Name of the file with all values that are not tensors."""
 Path_ = tuple[str | int, ...]
 
 
@@ -73,7 +73,7 @@ def _plain(state: TrainedState) -> Iterator[tuple[Path_, Any]]:
 
 
 def _write_plain(plain: dict[Path_, Any], metadata: Metadata, path: Path) -> None:
-    """Writes values that are no tensors, each by torch.save, and adds their locations to the metadata."""
+    """Writes each value that is not a tensor with torch.save, and adds its location to the metadata."""
     with path.open("wb") as file:
         for at, value in plain.items():
             buffer = io.BytesIO()

@@ -1,8 +1,8 @@
 """Exports a checkpoint to a Hugging Face folder, tensor by tensor, and refuses an export with wrong logits.
 
-Weights are read from the shards one tensor at a time and written to safetensors files of bounded size, so that a model
-of any size is exported in the memory of one file. Then the folder is loaded by transformers as a user would, and its
-logits are compared with those of a model filled from the checkpoint by the training code.
+Weights are read from the shards one tensor at a time and written to safetensors files of bounded size: an export needs
+the memory of one file. Then transformers loads the folder as it would for a user, and its logits are compared with
+those of a model that the training code has filled from the checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed difference of logits between two loads of the same weights: only summation order may differ."""
 
 _HUB_FIELDS: dict[str, dict[str, str]] = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
-"""Fields of published configs that transformers does not write, since it knows one kind of router; vLLM reads them."""
+"""Fields of published configs that vLLM reads and transformers, which knows one kind of router, does not write."""
 
 
 def export(
@@ -72,10 +72,10 @@ def export(
     Args:
         checkpoint: the checkpoint to export.
         out: the folder, which is created atomically.
-        dtype: dtype of the written weights; the one used in training when None.
-        tokenizer: tokenizer folder; the one of the run's first dataset when None.
-        facts: facts that a person has written down for the model card and the training content summary; None for none.
-        replace: replace an existing folder.
+        dtype: dtype of the written weights; None for the training dtype.
+        tokenizer: tokenizer folder; None for the tokenizer of the run's first dataset.
+        facts: facts that a person has written down for the model card and the training content summary, or None.
+        replace: whether to replace an existing folder.
         progress: called with (tensors written, total tensors).
 
     Raises:
@@ -139,7 +139,7 @@ def _tokenizer_of(manifest: Manifest) -> Path:
 
 
 def _converted(tokenizer: Path) -> dict[str, str | None]:
-    """llama.cpp's name of the pre-tokenizer, or why it has none."""
+    """Returns llama.cpp's name of the pre-tokenizer, or why llama.cpp has none."""
     found = conversion(tokenizer)
     return {"llama_cpp": found.name, "why": found.why}
 
@@ -172,7 +172,7 @@ def _write_config(
 
 
 def _write_generation(config: PretrainedConfig, manifest: Manifest, folder: Path) -> None:
-    """Writes generation_config.json: the starting model's, if there is one, as it lists more end-of-turn tokens."""
+    """Writes generation_config.json: the starting model's, if any, since that lists more end-of-turn tokens."""
     given = _given_generation(manifest)
     if given is None:
         GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -181,7 +181,7 @@ def _write_generation(config: PretrainedConfig, manifest: Manifest, folder: Path
 
 
 def _given_generation(manifest: Manifest) -> dict[str, Any] | None:
-    """The starting model's generation config: recorded, or for older checkpoints from its folder, if unchanged."""
+    """Returns the starting model's recorded generation config; for older checkpoints its folder's, if unchanged."""
     if "generation" in manifest.details:
         recorded: dict[str, Any] | None = manifest.details["generation"]
         return recorded
@@ -198,12 +198,12 @@ def _check_logits(
 ) -> float:
     """Loads the folder as a user would, and compares the logits. Returns the largest difference.
 
-    The loaded model is gone before the other one gets its weights: one whole model is held at a time.
+    The loaded model is freed before the reference model gets its weights: only one is in memory at a time.
     """
     disable_progress_bar()
     load_tokenizer(folder)
     ids, exported = _logits_of_folder(folder, attention)
-    gc.collect()  # a model with a cycle of references would otherwise stay
+    gc.collect()  # a model with a cycle of references would otherwise stay in memory
     materialize(model, weights, device=torch.device("cpu"))
     trained = model.eval()(input_ids=ids, use_cache=False).logits.float()
     difference = float((trained - exported).abs().max())
@@ -216,7 +216,7 @@ def _check_logits(
 
 
 def _logits_of_folder(folder: Path, attention: str) -> tuple[Tensor, Tensor]:
-    """Token ids [1, T], and the fp32 logits [1, T, V] of the model in a folder."""
+    """Returns token ids [1, T] and the logits for them, fp32 [1, T, V], of the model in a folder."""
     options = {"local_files_only": True, "attn_implementation": attention}
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     vocabulary = loaded.config.vocab_size

@@ -19,9 +19,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoints(path: Path) -> list[Checkpoint]:
-    """The checkpoints of a run directory, newest first, or the one checkpoint at `path`.
+    """Lists the checkpoints of a run directory, newest first, or the one checkpoint at `path`.
 
-    For a run in an object store, checkpoints that are only there are included, as `StoredCheckpoint`.
+    Checkpoints that exist only in the run's object store are included, as `StoredCheckpoint`.
 
     Raises:
         CheckpointError: there is none.
@@ -42,12 +42,12 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The newest of `find_checkpoints`, on this host."""
+    """Returns the newest of `find_checkpoints`, copied to this host if necessary."""
     return on_this_host(find_checkpoints(path)[0])
 
 
 def on_this_host(checkpoint: Checkpoint, *, progress: Callable[[int], None] = lambda _bytes: None) -> Checkpoint:
-    """A checkpoint whose files can be read here: one in an object store is copied into the directory of its run.
+    """Returns a checkpoint that is on this host: one in an object store is copied into the directory of its run.
 
     Args:
         checkpoint: one of `find_checkpoints`.

@@ -10,11 +10,11 @@ from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
 
 
 def heldout_figures(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The evaluation at the checkpoint's step, as a manifest's details record it.
+    """Returns the evaluation at the checkpoint's step, in the form of a manifest's details.
 
     Returns:
-        {"heldout": {"step", "loss_nats", "perplexity", "bits_per_byte"}, "tasks": {task: {"step", figures}}}; parts
-        that were not evaluated at the step are left out.
+        {"heldout": {"step", "loss_nats", "perplexity", "bits_per_byte"}, "tasks": {task: {"step", figures}}};
+        evaluations that the run did not make at the step are left out.
     """
     run_dir = checkpoint.path.parent.parent
     if not (run_dir / NAME).is_file():

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def checkpoint_rows(checkpoints: Sequence[Checkpoint]) -> list[Row]:
-    """One row per checkpoint, newest first; `resumed` marks the one a resume would choose, judged by file sizes."""
+    """Makes a row per checkpoint, newest first; `resumed` marks the one a resume would choose, judged by file sizes."""
     rows = [_row(each) for each in checkpoints]
     resumed = next((row for row in rows if row["damage"] is None), None)
     return [{**row, "resumed": row is resumed} for row in rows]
@@ -50,7 +50,7 @@ def _row(checkpoint: Checkpoint) -> Row:
 
 
 def _layout(manifest: Manifest) -> str:
-    """Engine, ZeRO stage and mesh of a run; only the engine for a custom training loop."""
+    """Describes engine, ZeRO stage and mesh of a run; only the engine for a custom training loop."""
     engine = manifest.details.get("engine") or manifest.config.get("engine") or "?"
     stage = (manifest.config.get("zero_optimization") or {}).get("stage")
     parts = [f"{engine} stage {stage}" if stage is not None else str(engine), manifest.details.get("topology")]
@@ -58,12 +58,12 @@ def _layout(manifest: Manifest) -> str:
 
 
 def unfinished_checkpoints(run: Path) -> list[str]:
-    """Names of staging directories: a checkpoint being written, or left by a killed run."""
+    """Returns the names of staging directories: checkpoints being written, or left half-written by a killed run."""
     return sorted(path.name for path in (run / "checkpoints").glob(".step-*.partial"))
 
 
 def tensor_rows(checkpoint: Checkpoint) -> list[Row]:
-    """One row per tensor.
+    """Makes one row per tensor.
 
     Raises:
         CheckpointError: the metadata cannot be read.
@@ -82,7 +82,7 @@ def tensor_rows(checkpoint: Checkpoint) -> list[Row]:
 
 
 def checkpoint_table(rows: Sequence[Row]) -> Table:
-    """Table of checkpoints."""
+    """Makes the table of checkpoints."""
     table = Table()
     for name, justify in (("step", "right"), ("samples", "right"), ("layout", "left"), ("size", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def checkpoint_table(rows: Sequence[Row]) -> Table:
 
 
 def tensor_table(rows: Sequence[Row], title: str) -> Table:
-    """Table of tensors."""
+    """Makes the table of tensors."""
     table = Table(title=title)
     for name in ("tensor", "shape", "dtype"):
         table.add_column(name, overflow="fold")
@@ -111,7 +111,7 @@ def tensor_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes in a fitting unit, e.g. 1.2 GB; 1 GB is 1e9 bytes."""
+    """Formats bytes in a fitting unit, e.g. 1.2 GB; 1 GB is 1e9 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -1,8 +1,8 @@
-"""Writes a checkpoint as a distributed checkpoint of Megatron-core (`torch_dist`), its optimizer included.
+"""Writes a checkpoint, optimizer included, as a distributed checkpoint of Megatron-core (`torch_dist`).
 
 `pipeline/checkpoint/importing/megatron.py` describes the format: all layers of a kind of weight are one tensor, each
-layer a chunk of it, and the optimizer states are those of `--dist-ckpt-optim-fully-reshardable`, so that Megatron reads
-it at any size of tp, pp, ep and dp. Weights are the fp32 masters, stored once under both of their names.
+layer a chunk of it. The optimizer states have the format of `--dist-ckpt-optim-fully-reshardable`, so that Megatron can
+load them at any size of tp, pp, ep and dp. Weights are the fp32 masters; each is stored once, under both of its names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipeline.checkpoint.format.torch_reader import to_torch_metadata
 from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
 
 _EXTRA = "__1_0.distcp"
-"""File of the extra states, in which Transformer Engine's linear layers have what fp8 needs: none here."""
+"""File of the extra states, where Transformer Engine's linear layers store fp8 scaling; empty here."""
 _LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "core_attention")
 _KINDS = {"weight": ("", "optimizer.state.param."), "exp_avg": ("optimizer.state.exp_avg.",)} | {
     "exp_avg_sq": ("optimizer.state.exp_avg_sq.",)
@@ -56,7 +56,7 @@ def write_megatron(state: TrainedState, directory: Path, progress: Progress) -> 
         progress: called as tensors are written.
 
     Raises:
-        CheckpointError: Megatron's names of the model, or of a weight, are not known; a tensor cannot be read.
+        CheckpointError: Megatron's names for the model or a weight are not known, or a tensor cannot be read.
         OSError, RuntimeError: a file cannot be written.
     """
     config = state.model.config.to_dict()  # type: ignore[operator,union-attr]
@@ -82,21 +82,21 @@ def write_megatron(state: TrainedState, directory: Path, progress: Progress) -> 
 
 
 Piece = tuple[str, int | None]
-"""Megatron's name of a tensor (the last one, if it has several) and its layer; None outside of layers."""
+"""Megatron's name of a tensor (the last, if it has several), and its layer; the layer is None outside of layers."""
 
 
 def _megatron_names(state: TrainedState, family: MegatronNames) -> dict[Piece, tuple[Sequence[str], Fusion | None]]:
-    """Megatron's tensors, each with the names of our weights that it is made of and how they are joined.
+    """Maps Megatron's tensors to the names of our weights in each, and the way these are joined.
 
     Raises:
-        CheckpointError: a weight belongs to no tensor of Megatron's.
+        CheckpointError: a weight has no corresponding tensor in Megatron.
     """
     left, found = set(state.names), dict[Piece, tuple[Sequence[str], Fusion | None]]()
     for theirs, own in family.whole.items():
         if own in left:
             found[theirs, None] = ([own], None)
     layers = {int(name[len(family.layers) :].partition(".")[0]) for name in left if name.startswith(family.layers)}
-    by_ours = {tuple(fusion.names): theirs for theirs, fusion in family.inner.items()}  # the last of several
+    by_ours = {tuple(fusion.names): theirs for theirs, fusion in family.inner.items()}  # the last of several names wins
     for number, (inner, theirs) in product(sorted(layers), by_ours.items()):
         ours = [f"{family.layers}{number}.{name}" for name in inner]
         if left.issuperset(ours):
@@ -120,7 +120,7 @@ def _key(kind: str, piece: Piece) -> str:
 
 
 def _joined(parts: Sequence[LazyTensor], fusion: Fusion) -> LazyTensor:
-    """One layer of a stacked tensor, with a first dim of size 1."""
+    """Joins weights into one layer of a stacked tensor, with a first dim of size 1."""
     shape = fusion.join([torch.empty(each.shape, device="meta") for each in parts]).shape
     return LazyTensor((1, *shape), parts[0].dtype, partial(_read_joined, parts, fusion))
 
@@ -130,11 +130,11 @@ def _read_joined(parts: Sequence[LazyTensor], fusion: Fusion) -> Tensor:
 
 
 def _stacked(written: Metadata, names: Mapping[Piece, Any], family: MegatronNames) -> Metadata:
-    """The metadata with Megatron's keys: the layers of a kind of weight are one tensor."""
+    """Converts metadata to Megatron's keys, where the layers of a kind of weight are one tensor."""
     layers = defaultdict[str, list[int | None]](list)
     for theirs, number in names:
         layers[theirs].append(number)
-    same = defaultdict[tuple[str, ...], list[str]](list)  # Megatron's names that stand for one of ours
+    same = defaultdict[tuple[str, ...], list[str]](list)  # several of Megatron's names may stand for one of ours
     for theirs, fusion in family.inner.items():
         same[tuple(fusion.names)].append(theirs)
     places = defaultdict[str, list[tuple[Any, Any]]](list)
@@ -163,7 +163,7 @@ def _stacked(written: Metadata, names: Mapping[Piece, Any], family: MegatronName
 
 
 def _write_extra_states(metadata: Metadata, config: Mapping[str, Any], path: Path) -> None:
-    """Writes empty extra states of the linear layers, which Megatron looks for: one object, named by all keys."""
+    """Writes the linear layers' extra states, which Megatron looks for: one empty object under all keys."""
     buffer = io.BytesIO()
     torch.save([None], buffer)
     path.write_bytes(buffer.getvalue())
@@ -185,7 +185,7 @@ def _write_extra_states(metadata: Metadata, config: Mapping[str, Any], path: Pat
 
 
 def _common(state: TrainedState, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, iteration, parameter groups and the schedule's step."""
+    """Makes Megatron's common state: arguments, iteration, parameter groups and the schedule's step."""
     options = state.groups()[0]
     shared = {key: options[key] for key in ("lr", "betas", "eps")}
     decay = max(group["weight_decay"] for group in state.groups())
@@ -206,7 +206,7 @@ def _common(state: TrainedState, config: Mapping[str, Any]) -> dict[str, Any]:
         for of_experts, multiplier in product((False, True), (1.0, 0.0))
     ]
     sharding = "fully_reshardable"
-    # with expert parallelism Megatron has two optimizers, and looks for them by number
+    # with expert parallelism Megatron has two optimizers, which it looks for by number
     optimizers = [
         {"optimizer": {"param_groups": some}, "param_state_sharding_type": sharding}
         for some in (groups[:2], groups[2:])
@@ -225,7 +225,7 @@ def _common(state: TrainedState, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(state: TrainedState, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Megatron-LM that it compares with its own on load, and the position in the data."""
+    """Makes the arguments that Megatron-LM compares with its own on load, and the position in the data."""
     gpt = config["model_type"] == "gpt2"
     heads = config["n_head"] if gpt else config["num_attention_heads"]
     return {

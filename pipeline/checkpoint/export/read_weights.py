@@ -16,14 +16,14 @@ from pipeline.models.construction.rectangle import Rectangle, part
 
 
 class CheckpointWeights:
-    """Values of parameters and persistent buffers read from a checkpoint's shards. Its metadata is read once.
+    """Values of parameters and persistent buffers, read from a checkpoint's shards. The metadata is read once.
 
     Args:
         directory: directory of the checkpoint.
 
     Attributes:
         shapes: parameter name -> full shape.
-        buffers: persistent buffer's name -> its shape; empty for a checkpoint of a version that stored none.
+        buffers: persistent buffer's name -> its shape; empty for checkpoints of versions that stored no buffers.
 
     Raises:
         CheckpointError: the metadata cannot be read.

@@ -15,7 +15,7 @@ from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices
 
 
 def trained_config(manifest: Manifest) -> PretrainedConfig:
-    """The Hugging Face config of the model."""
+    """Returns the Hugging Face config of the model."""
     stored: dict[str, Any] = _with_infinities(manifest.details["hf_config"])
     return AutoConfig.for_model(stored.pop("model_type"), **stored)
 
@@ -33,10 +33,10 @@ def _with_infinities(value: Any) -> Any:
 
 
 def attention_implementation(manifest: Manifest) -> str:
-    """Attention implementation of the training; sdpa in place of flash attention, which needs a GPU.
+    """Returns the attention implementation of the training; sdpa in place of flash attention, which needs a GPU.
 
-    Eager where transformers has no sdpa for the architecture: in training, sdpa stands for headrace's own attention,
-    and means nothing to a model without attention heads (Mamba-2, RWKV).
+    Eager where transformers has no sdpa for the architecture. In training, sdpa stands for headrace's own attention,
+    and has no effect on a model without attention heads (Mamba-2, RWKV).
     """
     if str(manifest.config["model"]["attn_implementation"]) == "eager":
         return "eager"
@@ -45,7 +45,7 @@ def attention_implementation(manifest: Manifest) -> str:
 
 
 def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
-    """The model, on the meta device.
+    """Returns the model, on the meta device.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -54,7 +54,7 @@ def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
 
 
 def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:
-    """Parameter name -> full shape.
+    """Returns the full shape of every parameter, by name.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -63,7 +63,7 @@ def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:
 
 
 def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
-    """Name -> shape of every persistent buffer.
+    """Returns the shape of every persistent buffer, by name.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -72,7 +72,7 @@ def trained_buffers(manifest: Manifest) -> dict[str, torch.Size]:
 
 
 def trained_matrices(manifest: Manifest) -> dict[str, MatrixForm]:
-    """The hidden matrices by parameter name, which an optimizer such as Muon treats differently.
+    """Returns the hidden matrices, which an optimizer like Muon treats differently, by parameter name.
 
     Raises:
         ConfigError: this version of transformers cannot build the model.
@@ -83,9 +83,9 @@ def trained_matrices(manifest: Manifest) -> dict[str, MatrixForm]:
 def trained_positions(manifest: Manifest, model: nn.Module) -> int | None:
     """`max_position_embeddings` for an export: the longest sequence in training; None to keep the config's value.
 
-    Only a value that nobody gave is replaced: where the model was described by `model.config` without it, headrace made
-    it at least 2048, which a reader of the export would take for what the model has learned. It stays where it decides
-    anything: the size of a parameter or buffer (learned positions), or the scaling of rotary positions.
+    A value is replaced only if no person has chosen it: if `model.config` does not set it, headrace uses at least 2048,
+    and readers of the export would take that for the length that the model has learned. The value stays if something
+    depends on it: the size of a parameter or buffer (learned positions), or the scaling of rotary positions.
     """
     section = manifest.config["model"].get("config") or {}
     config = trained_config(manifest)

@@ -1,4 +1,4 @@
-"""The whole state of a checkpoint, weights and optimizer states by name, for formats of other trainers."""
+"""Reads a checkpoint's weights and optimizer states by name, to write them in formats of other trainers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TrainedState:
 
     Attributes:
         step: last step of the checkpoint.
-        samples: samples that were trained on.
+        samples: number of samples trained on.
         model: the model, on the meta device.
 
     Raises:
-        CheckpointError: it is damaged, or was written by a custom loop or with an optimizer other than AdamW.
+        CheckpointError: the checkpoint is damaged, or from a custom loop or an optimizer other than AdamW.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -68,25 +68,25 @@ class TrainedState:
                 yield name, owner[id(parameter)]
 
     def weight(self, name: str) -> LazyTensor:
-        """A parameter's fp32 master weight."""
+        """Returns a parameter's fp32 master weight."""
         return self._tensor(weight_key(name))
 
     def moment(self, kind: str, name: str) -> LazyTensor:
-        """An optimizer state of a parameter: exp_avg or exp_avg_sq, fp32."""
+        """Returns an optimizer state of a parameter: exp_avg or exp_avg_sq, fp32."""
         return self._tensor(moment_key(kind, name))
 
     def buffers(self) -> dict[str, LazyTensor]:
-        """The persistent buffers by name."""
+        """Returns the persistent buffers by name."""
         prefix = buffer_key("")
         keys = [each.key for each in self._metadata.tensors if each.key.startswith(prefix)]
         return {key.removeprefix(prefix): self._tensor(key) for key in keys}
 
     def optimizer_step(self) -> Tensor:
-        """The step counter of the optimizer: fp32 scalar."""
+        """Returns the step counter of the optimizer: fp32 scalar."""
         return self._tensor(OPTIMIZER_STEP).read()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of torch.optim.AdamW, `params` being names: with weight decay first, then without."""
+        """Returns torch.optim.AdamW's parameter groups, with names as `params`: with weight decay, then without it."""
         params = self._curve["optimizer"]["params"]
         schedule = Schedule(**{**self._curve["scheduler"], "total": self._curve["scheduler"]["total"] or 0})
         options: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Writes a checkpoint as a universal checkpoint of DeepSpeed, which its engine loads at ZeRO 1, 2 and 3.
+"""Writes a checkpoint as a universal checkpoint, which DeepSpeed's engine loads at ZeRO 1, 2 and 3.
 
-`load_checkpoint(OUT)` with `"checkpoint": {"load_universal": true}`. The format is described in
-`pipeline/checkpoint/importing/universal.py`. Its parameter groups name no hyperparameters, so that those of the engine
-stay: at stage 3 DeepSpeed 0.19.8 gives every group those of the first.
+The engine's `load_checkpoint(OUT)` needs `"checkpoint": {"load_universal": true}`.
+`pipeline/checkpoint/importing/universal.py` describes the format. The parameter groups contain no hyperparameters, so
+that the engine keeps its own: at stage 3 DeepSpeed 0.19.8 would give every group the hyperparameters of the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.checkpoint.export.trained_state import TrainedState
 from pipeline.checkpoint.write.streamed import Progress
 
 _GROUPS = 64
-"""Parameter groups with an entry in the file: DeepSpeed drops those of an engine that have none."""
+"""Number of parameter groups in the file: DeepSpeed drops an engine's groups that have no entry there."""
 
 
 def write_universal(state: TrainedState, directory: Path, progress: Progress) -> None:
@@ -62,13 +62,13 @@ def _optimizer(step: torch.Tensor) -> dict[str, Any]:
 
 
 def _head(state: TrainedState) -> dict[str, Any]:
-    """The state of DeepSpeed's engine (`mp_rank_00_model_states.pt`)."""
+    """Returns the state of DeepSpeed's engine (`mp_rank_00_model_states.pt`)."""
     return {
         "module": {name: buffer.read() for name, buffer in state.buffers().items()},
         "buffer_names": list(state.buffers()),
         "param_shapes": [{name: torch.Size(state.weight(name).shape) for name in state.names}],
         "optimizer": None,
-        # DeepSpeed's schedulers count from 0, and have been called after every step
+        # DeepSpeed's schedulers count from 0, and are called after every step
         "lr_scheduler": {"last_batch_iteration": state.step - 1},
         "skipped_steps": 0,
         "global_steps": state.step,

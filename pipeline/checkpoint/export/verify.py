@@ -1,11 +1,11 @@
 """Verifies a checkpoint against its manifest: every byte, every tensor, every shape. Needs no GPU or process group.
 
-Checked in this order, each only when the ones before passed:
+The checks run in this order, each only if all before it passed:
 
 1. the manifest, and that every file it lists exists with its size;
 2. the SHA-256 of every file;
 3. the metadata: the shards of every tensor cover it exactly once, and each lies where the metadata says;
-4. the tensors: those of the model that the manifest describes, in its shapes, with all states of its optimizer.
+4. the tensors: names and shapes are those of the manifest's model, with all states of its optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.config.sections.optimizers import kind_of
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a checkpoint.
+    """A problem found in a checkpoint.
 
     Attributes:
         place: name of the file or tensor.
@@ -49,7 +49,7 @@ def verify_checkpoint(
         progress: called with the number of bytes read, from several threads.
 
     Returns:
-        The problems; empty when it is intact.
+        The problems; empty if the checkpoint is intact.
     """
     try:
         manifest = checkpoint.manifest
@@ -60,7 +60,7 @@ def verify_checkpoint(
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[Problem]:
-    """Files that are missing or differ in size from the manifest: quick, reads no contents."""
+    """Finds files that are missing or differ in size from the manifest; quick, since it reads no contents."""
     found: list[Problem] = []
     for name, entry in manifest.files.items():
         try:
@@ -100,8 +100,8 @@ def _tensor_problems(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Pro
 
 
 def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Iterator[Problem]:
-    """Tensors that are missing, have another shape than in the manifest's model, or do not belong to it."""
-    if "hf_config" not in manifest.details:  # of a custom training loop, which does not record its model
+    """Yields tensors of the manifest's model that are missing or have another shape, and tensors foreign to it."""
+    if "hf_config" not in manifest.details:  # a custom training loop does not record its model
         return
     from pipeline.checkpoint.export import trained_model  # noqa: PLC0415  imports transformers, seconds
 
@@ -116,7 +116,7 @@ def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Itera
     needed = {key: tuple(shape) for name, shape in shapes.items() for key in parameter_keys(name, kinds[name])}
     if "island" in manifest.details:
         needed |= {f"{key}/{name}": tuple(shape) for key in OUTER_STATES for name, shape in shapes.items()}
-    if any(each.key.startswith("buffer/") for each in stored):  # older versions stored none
+    if any(each.key.startswith("buffer/") for each in stored):  # older versions stored no buffers
         needed |= {f"buffer/{name}": tuple(shape) for name, shape in buffers.items()}
     found = {each.key: each.shape for each in stored if "/" in each.key}
     for key in sorted(needed.keys() | found.keys()):

@@ -15,7 +15,7 @@ from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.folder.weight_files import INDEX, SINGLE
 
 SHARD_BYTES = 4 << 30
-"""Largest safetensors file, for file systems and tools that are limited to 4 GiB of tensors."""
+"""Largest safetensors file in bytes, for file systems and tools that are limited to 4 GiB."""
 
 METADATA = {"format": "pt"}
 
@@ -31,15 +31,15 @@ def write_weights(
 ) -> None:
     """Writes the weights in `dtype`, and the persistent buffers in their own dtypes.
 
-    Memory: one file, and the tensors that are converted together (the experts of one layer).
+    Needs memory for one file, and for the tensors that are converted together (the experts of one layer).
 
     Args:
-        model: model on any device; its architecture decides about the names in the files.
+        model: model on any device; its architecture determines the names in the files.
         weights: values of the parameters, read one at a time.
         buffers: name -> value.
         folder: folder for the files and, if there are several, their index.
         dtype: dtype of the written weights.
-        progress: called with (weights written, all weights).
+        progress: function called with (weights written, total weights).
     """
     written = _Files(folder)
     for name, tensor in _stored(model, weights, buffers, dtype, progress):
@@ -66,7 +66,7 @@ def _stored(
 
 
 class _Files:
-    """Safetensors files of at most `SHARD_BYTES`, unless one tensor is larger; and their index."""
+    """Writer of safetensors files of at most `SHARD_BYTES`, unless one tensor is larger, and of their index."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,12 +1,12 @@
 """Checks that the shards of tensors cover every element exactly once, and describes the errors of one tensor.
 
-`unevenly_covered` decides by fingerprints. Give every index x of dim d a random weight w_d(x) modulo a prime p, and
-every element the product of the weights of its indices. A tensor's fingerprint is the sum over its elements, which is
-the product over the dims of the sums of weights; a rectangle's likewise. If the shards cover every element exactly
-once, their fingerprints add up to the tensor's. If they do not, the two sums are different polynomials of degree D in
-the weights, and agree with a probability of at most D / p (J. T. Schwartz, Fast probabilistic algorithms for
-verification of polynomial identities, 1980): two rounds with p = 2^31 - 1 leave D^2 * 2e-19. Only sums of weights up to
-an index that begins or ends a shard are needed; a hash of that index is such a sum as random as any.
+`unevenly_covered` compares fingerprints. Give every index x of dim d a random weight w_d(x) modulo a prime p, and every
+element the product of the weights of its indices. The fingerprint of a tensor or a rectangle is the sum over its
+elements. It equals the product, over the dims, of the sums of weights. If the shards cover every element exactly once,
+their fingerprints add up to the tensor's. Otherwise the two sums are different polynomials of degree D in the weights,
+and agree with a probability of at most D / p (J. T. Schwartz, Fast probabilistic algorithms for verification of
+polynomial identities, 1980): two rounds with p = 2^31 - 1 leave D^2 * 2e-19. Only the sums of weights up to the indices
+at which shards begin or end are needed; a hash of each index serves as a random sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK = 2**64 - 1
 
 
 def mixed(values: Ints, seed: int) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of every value (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
+    """Returns a 64-bit hash of every value (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
     x = values.astype(np.uint64) + np.uint64(seed * _GOLDEN & _MASK)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -35,7 +35,7 @@ def mixed(values: Ints, seed: int) -> npt.NDArray[np.uint64]:
 
 
 def unevenly_covered(table: ShardTable) -> list[int]:
-    """Indices of tensors with an element in no shard or in several, or with a shard that exceeds the tensor."""
+    """Finds the indices of tensors with an element in no shard or in several, or with a shard outside the tensor."""
     wrong = np.zeros(len(table.tensors), dtype=bool)
     wrong[table.tensor_of_row[_outside(table)]] = True
     for number in range(_ROUNDS):
@@ -47,7 +47,7 @@ def unevenly_covered(table: ShardTable) -> list[int]:
 
 
 def shards_outside(table: ShardTable) -> Iterator[tuple[str, str]]:
-    """Yields (key, error) for every shard that does not lie within its tensor; rows in any order."""
+    """Yields (key, error) for every shard that exceeds its tensor; the table's rows may be in any order."""
     for row in _outside(table).tolist():
         stored = table.tensors[table.tensor_of_row[row]]
         yield stored.key, coverage_error(stored, [table.rectangle(row)]) or "a shard has a negative offset"
@@ -79,9 +79,9 @@ def coverage_errors(table: ShardTable) -> Iterator[tuple[str, str]]:
 
 
 def coverage_error(stored: StoredTensor, shards: Sequence[Rectangle]) -> str | None:
-    """Why the shards do not cover the tensor exactly once; None when they do.
+    """Describes why the shards do not cover the tensor exactly once; None if they do.
 
-    If all shards lie inside the tensor, no two overlap, and they have as many elements as it has, none is missing.
+    Shards that lie inside the tensor without overlaps, and have as many elements as it has, cover it.
     """
     for shard in shards:
         ends = (o + s for o, s in zip(shard.offsets, shard.sizes, strict=True))
@@ -95,9 +95,9 @@ def coverage_error(stored: StoredTensor, shards: Sequence[Rectangle]) -> str | N
 
 
 def _overlapping(shards: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, Rectangle]]:
-    """Pairs of rectangles that share an element, found by a sweep along the first dim."""
+    """Yields pairs of rectangles that share an element, by a sweep along the first dim."""
     filled = [shard for shard in shards if shard.numel]
-    if filled and not filled[0].sizes:  # of a scalar, every shard is all of it
+    if filled and not filled[0].sizes:  # every shard of a scalar is the whole scalar
         yield from pairwise(filled)
         return
     active: list[Rectangle] = []

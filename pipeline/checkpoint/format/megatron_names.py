@@ -1,4 +1,4 @@
-"""Maps names and fused tensors of Megatron-core's GPT models to Hugging Face's (format: `importing.megatron`)."""
+"""Maps names and fused tensors of Megatron-core's GPT models to Hugging Face's; `importing.megatron` has the format."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Fusion:
-    """Conversion between a tensor of Megatron's and the Hugging Face tensors fused in it, in both directions.
+    """Conversion, in both directions, between a Megatron tensor and the Hugging Face tensors fused in it.
 
     Attributes:
         names: Hugging Face names of the tensors, within a layer.
-        split: Megatron's tensor -> Hugging Face's, in the order of the names.
-        join: Hugging Face's tensors -> Megatron's.
+        split: function from Megatron's tensor to Hugging Face's, in the order of `names`.
+        join: function from Hugging Face's tensors to Megatron's.
     """
 
     names: Sequence[str]
@@ -37,7 +37,7 @@ class _Heads:
     key: int
 
     def split(self, fused: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values of a fused projection [key heads x (queries of one + 2) x head size, ...]."""
+        """Splits a fused projection [key heads x (queries of one + 2) x head size, ...] into queries, keys, values."""
         per_key = self.query // self.key
         rest = fused.shape[1:]
         heads = fused.view(self.key, per_key + 2, -1, *rest)
@@ -45,18 +45,18 @@ class _Heads:
         return [part.reshape(-1, *rest) for part in parts]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The fused projection of queries, keys and values."""
+        """Fuses the projections of queries, keys and values."""
         per_key = self.query // self.key
         rest = parts[0].shape[1:]
         heads = [each.view(self.key, count, -1, *rest) for each, count in zip(parts, (per_key, 1, 1), strict=True)]
         return torch.cat(heads, dim=1).reshape(-1, *rest)
 
     def split_together(self, fused: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values concatenated; a matrix is [inputs, outputs]."""
+        """Converts a fused projection to queries, keys and values concatenated; a matrix is [inputs, outputs]."""
         return [torch.cat(list(self.split(fused))).t()]
 
     def join_together(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split_together`."""
+        """Inverts `split_together`."""
         return self.join(parts[0].t().contiguous().chunk(3))
 
 
@@ -79,8 +79,8 @@ class MegatronNames:
     Attributes:
         layers: prefix of our names before the layer's number.
         whole: Megatron's name -> ours, outside of layers.
-        inner: Megatron's name in a layer -> ours. If two names map to one of ours, checkpoints have the last (the one
-            of Transformer Engine's fused norms).
+        inner: Megatron's name in a layer -> ours. If two names map to one of ours, checkpoints use the last
+            (Transformer Engine's fused norms).
     """
 
     layers: str
@@ -89,7 +89,7 @@ class MegatronNames:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> MegatronNames | None:
-        """Names for the model of a Hugging Face config; None for an unknown family."""
+        """Returns the names for the model of a Hugging Face config; None for an unknown family."""
         family = FAMILIES.get(str(hf_config.get("model_type")))
         if family is None:
             return None

@@ -1,18 +1,18 @@
 """Metadata of a checkpoint: its tensors, their shards, and the location of every shard.
 
-`metadata.npz` is a NumPy archive of a JSON header and compressed arrays. Those of the last three lines have one element
-a shard, and hold differences: the first value, then what each adds to the one before. Shards of equal size one after
-the other, written by one rank after the other, become the same number again and again, which compresses to nothing.
+`metadata.npz` is a NumPy archive of a JSON header and compressed arrays. The arrays in the last four lines below have
+one element per shard, delta-encoded: the first value, then each value's difference from the one before. Consecutive
+shards of equal size, written by one rank after the other, become a repeated number, which compresses to almost nothing.
 
     header            UTF-8 bytes: {"format": 1, "tensors": [[key, shape, dtype], ...], "files": [name, ...]}
     rows              shards of every tensor, in the order of "tensors"
     offset_0 ...      first index along dim 0, ...; 0 in dims that the tensor lacks
     size_0 ...        length along dim 0, ...; 1 in dims that the tensor lacks
     file_number       index into "files"
-    position, length  bytes of the file in which `torch.save` has written the shard
+    position, length  byte range of the file in which `torch.save` has written the shard
 
-Unlike a pickle it cannot execute anything. Earlier versions wrote torch.distributed.checkpoint's own `.metadata`, a
-pickle; it is still read, and makes nothing but torch's classes of metadata.
+Unlike a pickle, the archive cannot execute code. Earlier versions wrote torch.distributed.checkpoint's own `.metadata`,
+a pickle. It can still be read; only torch's metadata classes are created.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from pipeline.checkpoint.format.shard_table import (
 
 METADATA = "metadata.npz"
 TORCH_METADATA = ".metadata"
-"""Metadata file of torch.distributed.checkpoint, in checkpoints of version 0.4 and before."""
+"""Metadata file of torch.distributed.checkpoint, in checkpoints of version 0.4 and earlier."""
 FORMAT = 1
 _COMPRESSION = 1
-"""Compression level of zlib: 6 saves another third of 4 MB, and takes five times as long."""
+"""Compression level of zlib: level 6 saves another third of 4 MB, and takes five times as long."""
 _READING_ERRORS = (
     OSError,
     EOFError,
@@ -66,15 +66,15 @@ _READING_ERRORS = (
 
 
 def metadata_name(directory: Path) -> str:
-    """Name of the file that holds a checkpoint's metadata."""
+    """Returns the name of the file that holds a checkpoint's metadata."""
     return METADATA if (directory / METADATA).exists() else TORCH_METADATA
 
 
 def read_metadata(directory: Path) -> CheckpointMetadata:
-    """The metadata of a checkpoint, of this version or of an earlier one.
+    """Reads the metadata of a checkpoint, of this version or an earlier one.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the metadata cannot be read.
     """
     try:
         if metadata_name(directory) == METADATA:
@@ -86,7 +86,7 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
 
 
 def encode_metadata(metadata: CheckpointMetadata) -> bytes:
-    """The contents of `metadata.npz`."""
+    """Returns the contents of `metadata.npz`."""
     table = metadata.table
     header = {"format": FORMAT, "tensors": tensors_to_json(table.tensors), "files": metadata.files}
     arrays: dict[str, Any] = {
@@ -110,16 +110,15 @@ def _narrowed(array: Ints) -> Any:
     """Converts an array to the smallest dtype that holds its values."""
     least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
     narrow = np.promote_types(np.min_scalar_type(least), np.min_scalar_type(most))
-    # numpy's answer to a negative value beside one of 2^32 or more is a float, which is not exact from 2^53 on
+    # for a negative value and one of 2^32 or more numpy chooses a float, which is not exact from 2^53 on
     return array.astype(np.int64 if narrow.kind == "f" else narrow)
 
 
 def decode_metadata(data: bytes) -> CheckpointMetadata:
-    """The inverse of `encode_metadata`.
+    """Inverts `encode_metadata`.
 
     Raises:
-        CheckpointError: it was written by a later version.
-        ValueError, KeyError, ...: it is damaged.
+        CheckpointError: a later version wrote the data. ValueError, KeyError, ...: the data is damaged.
     """
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes())
@@ -152,7 +151,7 @@ def storage_errors(
     Args:
         metadata: metadata of the checkpoint.
         sizes: file name -> bytes.
-        aliases: whether a shard may be stored once under several keys.
+        aliases: whether several keys may share one stored shard.
     """
     table, file, begin = metadata.table, metadata.file, metadata.position
     end = begin + metadata.length
@@ -182,10 +181,10 @@ def _last_of_each_file(file: Ints, wrong: npt.NDArray[np.bool_]) -> list[int]:
 
 
 def from_torch_metadata(metadata: Metadata) -> CheckpointMetadata:
-    """Torch's metadata as arrays.
+    """Converts torch's metadata to arrays.
 
     Raises:
-        AttributeError, TypeError, ValueError: it is not what torch.distributed.checkpoint writes.
+        AttributeError, TypeError, ValueError: torch.distributed.checkpoint did not write the metadata.
     """
     entries = {k: e for k, e in metadata.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
     tensors = tuple(StoredTensor(key, tuple(e.size), e.properties.dtype) for key, e in entries.items())

@@ -10,7 +10,7 @@ PREFIX = "step-"
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a finished checkpoint; None for other names."""
+    """Returns the step in the name of a finished checkpoint; None for other names."""
     number = name.removeprefix(PREFIX)
     return int(number) if number != name and number.isdigit() else None
 

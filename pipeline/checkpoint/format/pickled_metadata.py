@@ -1,4 +1,4 @@
-"""Opens `.metadata` of torch.distributed.checkpoint, a pickle: makes the classes it consists of, and nothing else."""
+"""Opens `.metadata` of torch.distributed.checkpoint, a pickle, and creates no objects but those of metadata classes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CLASSES = {
 }
 """Module -> classes and functions that `.metadata` may name."""
 _NOT_NEEDED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
-"""Modules of the plans that Megatron keeps in `.metadata`; their objects are not created."""
+"""Modules of the plans that Megatron stores in `.metadata`; objects of these modules are not created."""
 
 
 class Fields:
-    """Stand-in for an object of which only the attributes are needed."""
+    """Stand-in for an object whose attributes alone are needed."""
 
 
 class Opaque(Fields):
@@ -43,10 +43,10 @@ class Opaque(Fields):
 
 
 def enum_member(owner: object, name: str) -> Enum:
-    """Stands in for `getattr`, by which Python 3.11.0 to 3.11.3 pickles enum members; returns only those.
+    """Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickles enum members; returns nothing else.
 
     Raises:
-        UnpicklingError: the object is no enum, or has no such member.
+        UnpicklingError: `owner` is no enum, or has no member `name`.
     """
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         member: Enum = owner.__members__[name]
@@ -58,10 +58,10 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that creates only the classes of torch's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of a name.
+        """Returns the class or function of a name.
 
         Raises:
-            UnpicklingError: the metadata does not consist of it.
+            UnpicklingError: metadata may not contain it.
         """
         if (module, name) == ("builtins", "getattr"):
             return enum_member
@@ -76,12 +76,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickled(path: Path) -> Any:
-    """The metadata in a file.
+    """Reads the metadata in a file.
 
     Raises:
-        UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError: it is damaged, or names a class
-            or function that metadata does not consist of.
-        OSError: it cannot be read.
+        UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError: the file is damaged, or names a
+            class or function that metadata may not contain.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return _Unpickler(file).load()

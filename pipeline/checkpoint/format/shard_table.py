@@ -1,10 +1,10 @@
-"""Shards of many tensors as arrays, one row per shard: those of a rank, or of a whole checkpoint.
+"""Shards of a rank or of a whole checkpoint as arrays, one row per shard.
 
-A checkpoint of a 70B model on 512 ranks has 1.1 million shards. As Python objects they take gigabytes and minutes;
-as arrays, megabytes and tenths of a second.
+A checkpoint of a 70B model on 512 ranks has 1.1 million shards. As Python objects they take gigabytes of memory and
+minutes; as arrays, megabytes and tenths of a second.
 
-Shapes: N rows (shards), D dims of the tensor with the most (at least 1). A tensor with fewer dims has offset 0 and size
-1 in the others.
+Shapes: N rows (shards); D is the number of dims of the tensor with the most (at least 1). A tensor with fewer dims has
+offset 0 and size 1 in the missing ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ShardTable:
 
     @cached_property
     def first_row(self) -> Ints:
-        """int64 [tensors + 1]: the rows of tensor t are first_row[t] to first_row[t + 1]."""
+        """int64 [tensors + 1]: the rows of tensor t begin at first_row[t] and end before first_row[t + 1]."""
         return np.searchsorted(self.tensor_of_row, np.arange(len(self.tensors) + 1))
 
     @cached_property
@@ -89,7 +89,7 @@ class ShardTable:
         return np.asarray(self.sizes.prod(axis=1) * itemsize[self.tensor_of_row])
 
     def rows(self, tensor: int) -> range:
-        """The rows of a tensor."""
+        """Returns the rows of a tensor."""
         return range(int(self.first_row[tensor]), int(self.first_row[tensor + 1]))
 
     def rectangle(self, row: int) -> Rectangle:
@@ -98,7 +98,7 @@ class ShardTable:
         return Rectangle(tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist()))
 
     def rectangles(self, tensor: int) -> list[Rectangle]:
-        """The shards of a tensor."""
+        """Returns the shards of a tensor."""
         rows, dims = slice(*self.first_row[tensor : tensor + 2]), len(self.tensors[tensor].shape)
         pairs = zip(self.offsets[rows, :dims].tolist(), self.sizes[rows, :dims].tolist(), strict=True)
         return [Rectangle(tuple(offsets), tuple(sizes)) for offsets, sizes in pairs]
@@ -110,7 +110,7 @@ class CheckpointMetadata:
 
     Attributes:
         table: shards of the checkpoint.
-        files: names of the files that hold them.
+        files: names of the files that hold the shards.
         file: int64 [N], index into `files`; -1 where the metadata does not say.
         position: int64 [N], first byte in the file.
         length: int64 [N], bytes in the file.
@@ -129,7 +129,7 @@ class CheckpointMetadata:
 
 
 def padded(rows: Sequence[Sequence[int]], *, dims: int, fill: int) -> Ints:
-    """Rows of different lengths as an int64 [rows, dims]."""
+    """Pads rows of different lengths to an int64 [rows, dims]."""
     flat: list[int] = []
     padding = [[fill] * (dims - length) for length in range(dims + 1)]
     for row in rows:
@@ -139,12 +139,12 @@ def padded(rows: Sequence[Sequence[int]], *, dims: int, fill: int) -> Ints:
 
 
 def most_dims(tensors: Sequence[StoredTensor]) -> int:
-    """D of a table of these tensors."""
+    """Returns D, the most dims of any tensor, at least 1."""
     return max([1, *(len(each.shape) for each in tensors)])
 
 
 def table_of(state: State) -> ShardTable:
-    """The shards of a rank's state, in its order; a tensor without elements has none."""
+    """Makes the table of a rank's state, in the state's order; a tensor without elements has no shards."""
     tensors: list[StoredTensor] = []
     counts: list[int] = []
     offsets: list[Sequence[int]] = []
@@ -163,24 +163,24 @@ def table_of(state: State) -> ShardTable:
 
 
 def parts_of(value: NamedShard | Tensor) -> Mapping[tuple[int, ...], Tensor]:
-    """Shards of an entry of a state: offsets -> values, a view in the shard's shape."""
+    """Returns the shards of a state's entry: offsets -> values, a view in the shard's shape."""
     if isinstance(value, NamedShard):
         return value.parts
     return {(0,) * value.ndim: value} if value.numel() else {}
 
 
 def all_parts(state: State) -> list[Tensor]:
-    """All shards of a state, in the order of its keys, which is the same on equal ranks of equal layouts."""
+    """Returns all shards of a state, in the order of its keys: the same on equal ranks of equal layouts."""
     return [part for value in state.values() for part in parts_of(value).values()]
 
 
 def part_at(value: NamedShard | Tensor, offsets: tuple[int, ...]) -> Tensor:
-    """The values of a shard of a state's entry, a view in the shard's shape."""
+    """Returns the values of a shard of a state's entry, a view in the shard's shape."""
     return parts_of(value)[offsets].detach()
 
 
 class EncodedTable(NamedTuple):
-    """A table as bytes: names, shapes and dtypes, which many ranks share, and the rows, which they do not."""
+    """A table as two byte strings: names, shapes and dtypes, equal on many ranks; and the rows, different on each."""
 
     tensors: bytes
     rows: bytes
@@ -192,7 +192,7 @@ class EncodedTable(NamedTuple):
 
 
 def encode_table(table: ShardTable) -> EncodedTable:
-    """A table as bytes."""
+    """Encodes a table as bytes."""
     arrays = (np.array(table.offsets.shape, dtype=np.int64), table.tensor_of_row, table.offsets, table.sizes)
     return EncodedTable(
         json.dumps(tensors_to_json(table.tensors)).encode(), b"".join(each.tobytes() for each in arrays)
@@ -200,12 +200,12 @@ def encode_table(table: ShardTable) -> EncodedTable:
 
 
 def decode_tensors(data: bytes) -> tuple[StoredTensor, ...]:
-    """The first part of an encoded table."""
+    """Decodes the first part of an encoded table."""
     return tensors_from_json(json.loads(data))
 
 
 def decode_rows(tensors: tuple[StoredTensor, ...], data: bytes) -> ShardTable:
-    """A table, from its tensors and the second part of its encoding."""
+    """Decodes a table from its tensors and the second part of its encoding."""
     values = np.frombuffer(data, dtype=np.int64)
     rows, dims = values[:2]
     offsets, sizes = values[2 + rows :].reshape(2, rows, dims)
@@ -213,16 +213,16 @@ def decode_rows(tensors: tuple[StoredTensor, ...], data: bytes) -> ShardTable:
 
 
 def tensors_to_json(tensors: Sequence[StoredTensor]) -> list[list[Any]]:
-    """Key, shape and dtype name of every tensor."""
+    """Returns key, shape and dtype name of every tensor."""
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in {each.dtype for each in tensors}}
     return [[each.key, each.shape, names[each.dtype]] for each in tensors]
 
 
 def tensors_from_json(rows: Sequence[Sequence[Any]]) -> tuple[StoredTensor, ...]:
-    """The inverse of `tensors_to_json`.
+    """Inverts `tensors_to_json`.
 
     Raises:
-        ValueError: an entry is not what `tensors_to_json` makes.
+        ValueError: an entry does not have the form that `tensors_to_json` makes.
     """
     found: list[StoredTensor] = []
     for key, shape, dtype in rows:

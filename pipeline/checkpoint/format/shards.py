@@ -1,11 +1,11 @@
 """Named checkpoint shards, independent of the layout: parameter name, full shape, and the offsets of the values.
 
-A rank's part of a parameter in any layout is written this way by `torch.distributed.checkpoint`, and can be read back
-in any other layout (reshard on load).
+`torch.distributed.checkpoint` writes a rank's part of a parameter this way in any layout, and reads it back in any
+other layout (reshard on load).
 
-With tensor parallelism a rank has a rectangle (box) of a parameter, with ZeRO a flat range of it or of such a box. A
-flat range of a matrix is at most three rectangles: the end of a row, full rows, the beginning of a row; in more dims
-the same applies recursively within the first and last row.
+With tensor parallelism a rank has a rectangle (box) of a parameter; with ZeRO it has a flat range of a parameter or
+box. A flat range of a matrix is at most three rectangles: the end of a row, full rows, the beginning of a row. With
+more dims the same applies recursively within the first and last row.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class NamedShard:
     Args:
         shape: shape of the full tensor.
         start: first flat index of this rank's part.
-        values: 1-D, this rank's values in flat order; on load they are written in place. May be empty.
-        box: rectangle of the full tensor in which `start` counts (tensor parallelism); the whole tensor when None.
+        values: 1-D, this rank's values in flat order; a load writes them in place. May be empty.
+        box: rectangle of the full tensor within which `start` counts (tensor parallelism); None for the whole tensor.
 
     Attributes:
         parts: offsets of each rectangle of the shard -> its values, a view in its shape.
@@ -76,10 +76,10 @@ class NamedShard:
 
     @classmethod
     def like(cls, other: NamedShard, values: Tensor) -> NamedShard:
-        """Returns a shard of the same part of a tensor with other values.
+        """Makes a shard that covers the same part of a tensor as another shard, with new values.
 
         Args:
-            other: the shard.
+            other: the other shard.
             values: 1-D, new values in the order of its parts.
         """
         made = cls.__new__(cls)
@@ -89,7 +89,7 @@ class NamedShard:
         return made
 
     def size(self) -> torch.Size:
-        """Full shape; `torch.distributed.checkpoint` compares it with the stored one."""
+        """Returns the full shape; `torch.distributed.checkpoint` compares it with the stored one."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:

@@ -1,11 +1,11 @@
-"""A checkpoint for stock torch.distributed.checkpoint: its files are torch's own, its metadata is made on demand.
+"""Lets stock torch.distributed.checkpoint read a checkpoint: the files are torch's, the metadata is made on demand.
 
     dcp.load(state, storage_reader=TorchReader(directory))
 
-`torch.distributed.checkpoint.format_utils.dcp_to_torch_save` looks for torch's own `.metadata`, which is not written:
-`save_for_torch` (`headrace checkpoint torch`) makes the same file.
+`torch.distributed.checkpoint.format_utils.dcp_to_torch_save` needs torch's own `.metadata`, which headrace does not
+write. `save_for_torch` (`headrace checkpoint torch`) makes the same file as that function.
 
-Torch's metadata consists of Python objects, about a kilobyte of memory for every shard. Nothing here uses it.
+Torch's metadata consists of Python objects, about a kilobyte of memory per shard; headrace itself does not use it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class TorchReader(dcp.FileSystemReader):
         self._directory = directory
 
     def read_metadata(self, *_args: Any, **_named: Any) -> Metadata:
-        """The metadata as torch.distributed.checkpoint has it.
+        """Reads the metadata in the form of torch.distributed.checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the metadata cannot be read.
         """
         metadata = to_torch_metadata(read_metadata(self._directory))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -57,7 +57,7 @@ def save_for_torch(directory: Path, out: Path) -> int:
 
     Args:
         directory: directory of the checkpoint.
-        out: file to write; it is complete or absent.
+        out: file to write, which is complete or absent afterwards.
 
     Returns:
         Number of tensors.
@@ -76,7 +76,7 @@ def save_for_torch(directory: Path, out: Path) -> int:
 
 
 def to_torch_metadata(metadata: CheckpointMetadata) -> Metadata:
-    """The metadata as torch.distributed.checkpoint has it: Python objects."""
+    """Converts metadata to the Python objects of torch.distributed.checkpoint."""
     entries: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for number, stored in enumerate(metadata.tensors):

@@ -1,15 +1,15 @@
-"""Distributed checkpoints of torch (`dcp.save`): with Hugging Face names, and torchtitan's of Llama.
+"""Reads distributed checkpoints of torch (`dcp.save`) with Hugging Face names, or torchtitan's names of Llama.
 
-A key is a path through nested dicts, which `.metadata` keeps beside the flat key. Taken are
+A key is a path through nested dicts, which `.metadata` stores beside the flat key. These keys are imported:
 
     model/NAME, NAME                                 weights
     optimizer/state/NAME/exp_avg, optimizer/state.NAME.exp_avg    states of get_optimizer_state_dict, nested or flat
     optimizer/param_groups/0/lr, optimizer/param_groups.NAME.lr   hyperparameters
     step, train_state/step                           the step
 
-each of them also under `app`, `state` or `state_dict`. All else is left out by name where the weights are under `model`
-or `module`; where they are at the top, what is not known is taken for a weight, which the model then has to have.
-`.metadata` is a pickle: only the classes of torch that it consists of are made.
+each also under `app`, `state` or `state_dict`. If the weights are under `model` or `module`, all other keys are left
+out and named. If they are at the top, an unknown key is taken for a weight, and refused if the model has none of that
+name. `.metadata` is a pickle: only torch's metadata classes are created.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _AROUND_WEIGHTS = ("model", "module")
 _STEPS = ("step", "global_step", "iteration", "train_state.step")
 _COUNTER = "the optimizer's step counter"
 _NO_WEIGHTS = re.compile(r"optim|lr_scheduler|scheduler|dataloader|train_state|rng|random_state|ema|model_ema")
-"""Beginnings of top-level path parts under which there are no weights."""
+"""Prefixes of top-level path parts that contain no weights."""
 
 
 @dataclass
@@ -59,12 +59,12 @@ class _Collected:
 
     Attributes:
         weights: parameter name -> value, for tensors under `model` or `module`.
-        bare: top of the path -> whole path -> value, for tensors elsewhere.
+        bare: first part of the path -> whole path -> value, for tensors elsewhere.
         states: state -> parameter name -> value.
         counters: step counters of the optimizer.
         groups: number of a group, or name of its only parameter -> hyperparameters.
         answers: path -> step recorded there.
-        left_out: tops of the paths that are not imported.
+        left_out: first parts of the paths that are not imported.
     """
 
     weights: dict[str, LazyTensor] = field(default_factory=dict)
@@ -80,11 +80,11 @@ def read_dcp(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
     """Opens a checkpoint of `dcp.save`.
 
     Args:
-        folder: folder with `.metadata`; or one with several folders `step-N`, of which the newest is taken.
+        folder: folder with `.metadata`; or a folder with several `step-N`, whose newest is read.
         wanted: the model of the config; torchtitan's order of rows depends on its number of heads.
 
     Raises:
-        CheckpointError: files are missing or damaged, or it has no optimizer state.
+        CheckpointError: files are missing or damaged, or there is no optimizer state.
     """
     if not (folder / TORCH_METADATA).is_file():
         folders = {path.parent.name: path.parent for path in folder.glob(f"step-*/{TORCH_METADATA}")}
@@ -98,14 +98,14 @@ def read_dcp(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 
 
 def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceCheckpoint:
-    """Opens one or several folders of `dcp.save`, such as one of the model and one of its optimizer.
+    """Opens one or several folders of `dcp.save`, e.g. a folder of the model and one of its optimizer.
 
     Args:
         folders: folders with a `.metadata` each.
         step: step recorded elsewhere; None to read it from the folders.
 
     Raises:
-        CheckpointError: files are missing or damaged, or they have no optimizer state.
+        CheckpointError: files are missing or damaged, or no folder has an optimizer state.
     """
     found, where = _Collected(), folders[0]
     for folder in folders:
@@ -138,13 +138,13 @@ def read_folders(folders: Sequence[Path], *, step: int | None = None) -> SourceC
 
 
 def _members(name: str, group: Mapping[str, Any]) -> list[str]:
-    """Parameter names of a group; a flat state has a parameter's name in place of the group's number."""
+    """Returns the parameter names of a group; a flat state has a parameter's name instead of a group number."""
     names = group.get("params") or () if name.isdecimal() else [name]
     return [hugging_face_name(str(each)) for each in names]  # a plain `Optimizer.state_dict()` lists numbers
 
 
 def _sort_in(found: _Collected, path: tuple[str, ...], value: Any, where: Path) -> None:
-    """Adds an entry to what was found: a `LazyTensor`, or a plain value, which is None if it cannot be read."""
+    """Adds an entry to `found`: a `LazyTensor`, or a plain value, which is None if it could not be read."""
     tensor = isinstance(value, LazyTensor) and bool(value.shape)
     plain = value.read().item() if isinstance(value, LazyTensor) and not value.shape else value
     state, group = _STATE.search(".".join(path)), _GROUP.search(".".join(path))
@@ -173,7 +173,7 @@ def _put(tensors: dict[str, LazyTensor], name: str, value: LazyTensor, where: Pa
     """Adds a tensor.
 
     Raises:
-        CheckpointError: there is already one with this name.
+        CheckpointError: there is already a tensor with this name.
     """
     if name in tensors:
         raise CheckpointError(f"{where} holds two tensors named {name}\n  try: save it with one model, by one name")
@@ -187,7 +187,7 @@ class DcpFolder:
     Attributes:
         folder: folder with `.metadata`.
         tensors: key -> description of the stored tensor.
-        places: key of a value that is no tensor -> its location.
+        places: key of each value that is not a tensor -> its location.
         metadata: torch's metadata.
         reader: reader of the tensors' values.
     """
@@ -228,12 +228,12 @@ class DcpFolder:
         return cls(folder, tensors, {key: found[key] for key in plain}, metadata, reader)
 
     def tensor(self, key: str) -> LazyTensor:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         stored = self.tensors[key]
         return LazyTensor(tuple(stored.shape), stored.dtype, partial(self._read, key, 0, tuple(stored.shape)))
 
     def row(self, key: str, index: int) -> LazyTensor:
-        """One entry along the first dim of a tensor, without that dim."""
+        """Returns one entry along the first dim of a tensor, without that dim."""
         stored = self.tensors[key]
         shape = tuple(stored.shape[1:])
         start = index * torch.Size(shape).numel()
@@ -246,7 +246,7 @@ class DcpFolder:
         return values.view(shape)
 
     def bytes_of(self, key: str) -> io.BytesIO:
-        """The bytes that torch.save wrote for a value that is no tensor."""
+        """Reads the bytes that torch.save wrote for a value that is not a tensor."""
         place = self.places[key]
         with (self.folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
@@ -268,7 +268,7 @@ def _path(paths: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _plain(file: io.BytesIO) -> Any:
-    """A value that is no tensor; None if it does not consist of plain values."""
+    """Reads a value that is not a tensor; None if it contains more than plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):

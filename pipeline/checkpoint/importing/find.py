@@ -22,7 +22,7 @@ Reader = Callable[[Path, TargetModel], SourceCheckpoint]
 
 
 def check_known(folder: Path) -> Reader:
-    """The function that opens a folder.
+    """Returns the function that opens a folder.
 
     Raises:
         CheckpointError: the folder has no checkpoint of a known format.
@@ -44,7 +44,7 @@ def open_checkpoint(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 
     Args:
         folder: folder of the checkpoint.
-        wanted: the model of the config; optimizers that number parameters do so in its order.
+        wanted: the model of the config; its order of parameters resolves the numbers in optimizer states.
 
     Raises:
         CheckpointError: the folder has no checkpoint of a known format, or files are missing or damaged.
@@ -67,4 +67,4 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     ((".metadata", "*.distcp"), read_dcp),
     (("step-*/.metadata",), read_dcp),
 )
-"""Patterns that all have to match a path, and the function that then opens the folder; the first fit counts."""
+"""Patterns that all have to match a path, and the function that opens such a folder; the first match is used."""

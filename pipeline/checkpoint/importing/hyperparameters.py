@@ -11,16 +11,16 @@ from pipeline.checkpoint.importing.source import SourceCheckpoint
 from pipeline.config.sections.optimizers import OptimizerParams
 
 _SAME = 1e-6
-"""Largest relative difference of learning rates that count as equal: formulas round in different orders."""
+"""Largest relative difference of learning rates that count as equal: formulas may differ in rounding."""
 _COMPARED = ("betas", "eps", "momentum", "nesterov")
 _AS_HERE = {"amsgrad": False, "maximize": False, "dampening": 0, "bias_correction": True, "lr_mult": 1}
-"""Other hyperparameters of optimizers, each with the value at which the update is the same as a run's."""
+"""Other hyperparameters of optimizers, each with the value at which updates equal those of a run."""
 _NO_EFFECT = {
     *("params", "param_names", "name", "step", "initial_lr", "foreach", "fused", "capturable", "differentiable"),
     *("lr", "weight_decay", "decoupled_weight_decay", "wd_mult", "pre_wd_mult", "pre_lr_mult", "max_lr", "min_lr"),
     *("start_wd", "end_wd", "is_expert_parallel", "is_decoupled_lr", "is_vision_model_param", "default_config"),
 }
-"""Keys that are compared above or change no update; Megatron's are already part of its rates and decays."""
+"""Keys that are compared elsewhere or change no update; Megatron's are already part of its rates and decays."""
 
 
 def compare_rates(
@@ -81,7 +81,7 @@ def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2
         yield "weight decay: the checkpoint's is not readable; compare it with optimizer.params.weight_decay"
         return
     theirs = {name: decay for decay, _, names in groups for name in names}
-    if groups and not theirs:  # of two groups one usually has no weight decay: norms and biases
+    if groups and not theirs:  # one of two groups usually has no weight decay: norms and biases
         found = sorted(decay for decay, *_ in groups if decay is not None)
         theirs = {name: found[-1] if own else found[0] for name, own in decays.items()}
     pairs = {(decay, decays[name]) for name, decay in theirs.items() if name in decays and decay != decays[name]}
@@ -96,7 +96,7 @@ def _compare_decays(source: SourceCheckpoint, decays: Mapping[str, float], *, l2
 
 
 def _groups(source: SourceCheckpoint, parameters: Sequence[str]) -> list[tuple[Mapping[str, Any], Sequence[str]]]:
-    """Groups that have parameters, with their names; names are empty where the checkpoint records none."""
+    """Returns the non-empty groups with their parameter names; names are empty if the checkpoint records none."""
     if len(source.groups) == 1:
         return [(source.groups[0], parameters)]
     if not any(source.members):
@@ -105,12 +105,12 @@ def _groups(source: SourceCheckpoint, parameters: Sequence[str]) -> list[tuple[M
 
 
 def _values(source: SourceCheckpoint, name: str) -> list[Any]:
-    """Distinct values of a hyperparameter over the groups."""
+    """Returns the distinct values of a hyperparameter over the groups."""
     return list(dict.fromkeys(_plain(group[name]) for group in source.groups if name in group))
 
 
 def _plain(value: Any) -> Any:
-    """The value in a form that can be compared and hashed."""
+    """Converts a value to a form that can be compared and hashed."""
     if isinstance(value, Tensor):
         value = value.tolist()
     return (

@@ -38,28 +38,28 @@ _COMPUTED_WITH = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
 )
-"""Fields of a Hugging Face config that no shape shows, and that make another model of the same weights."""
+"""Fields of a Hugging Face config that affect no shape, but change what a model computes with its weights."""
 
 
 def matched_state(
     source: SourceCheckpoint, wanted: TargetModel, kind_of: Callable[[str], OptimizerKind]
 ) -> dict[str, LazyTensor]:
-    """The tensors of the checkpoint under the keys of `named_state`, in fp32; buffers in their dtype.
+    """Renames the checkpoint's tensors to keys of `named_state`: weights and states in fp32, buffers in their dtype.
 
     Args:
         source: the checkpoint.
         wanted: the model of the config.
-        kind_of: returns the optimizer's kind for a parameter's name.
+        kind_of: function from a parameter's name to its kind of optimizer.
 
     Raises:
-        CheckpointError: a tensor is missing, or has another shape, or no place in the run; its optimizer keeps other
-            states.
+        CheckpointError: a tensor is missing, has another shape or does not belong to the run, or the optimizers' states
+            differ.
     """
     shapes = {**wanted.parameters, **wanted.buffers}
     every = _renamed(source.weights, wanted, source)
     weights = {name: tensor for name, tensor in every.items() if name in shapes or not COMPUTED.search(name)}
     states = {moment: _renamed(tensors, wanted, source) for moment, tensors in source.states.items()}
-    # a buffer that it lacks gets its first value, as where a run has none
+    # a buffer that the checkpoint lacks keeps its initial value
     needed = {name: shape for name, shape in shapes.items() if name in wanted.parameters or name in weights}
     if lines := _differences({**_without_weight(states, needed), **weights}, needed):
         raise CheckpointError(
@@ -87,10 +87,10 @@ def _without_weight(
 
 
 def check_config(source: SourceCheckpoint, wanted: TargetModel) -> None:
-    """Compares fields of both Hugging Face configs that no shape of a tensor shows.
+    """Compares fields of both Hugging Face configs that affect no tensor's shape.
 
     Raises:
-        CheckpointError: some differ.
+        CheckpointError: some fields differ.
     """
     if source.hf_config is None:
         return
@@ -110,7 +110,7 @@ def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel, source: Sou
     """Renames tensors as in the model; the checkpoint may have either name of a tied parameter, or both.
 
     Raises:
-        CheckpointError: it has both names, and the values differ.
+        CheckpointError: the checkpoint has both names, with different values.
     """
     tensors = _fused(tensors, wanted)
     found = {name: tensor for name, tensor in tensors.items() if name not in wanted.aliases}
@@ -122,7 +122,7 @@ def _renamed(tensors: Mapping[str, LazyTensor], wanted: TargetModel, source: Sou
 
 
 def _same(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same values, in the coarser of their dtypes."""
+    """Whether two tensors have equal values when compared in the coarser of their dtypes."""
     if one is other or one.shape != other.shape:
         return one is other
     dtype = min((one.dtype, other.dtype), key=lambda each: each.itemsize)
@@ -141,7 +141,7 @@ def _fused(tensors: Mapping[str, LazyTensor], wanted: TargetModel) -> Mapping[st
         except (RuntimeError, ValueError, IndexError):
             shapes = {}
         parts = {name: tensors[name] for name in group.names}
-        if not shapes or not shapes.keys() <= known:  # no part of the model: it is refused under its own name
+        if not shapes or not shapes.keys() <= known:  # no part of the model: refused under its own name
             found |= parts
             continue
         dtype = next(iter(parts.values())).dtype

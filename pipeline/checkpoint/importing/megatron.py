@@ -1,4 +1,4 @@
-"""Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`) in Hugging Face names.
+"""Reads Megatron-core's distributed checkpoints (`--ckpt-format torch_dist`), with Hugging Face names.
 
     latest_checkpointed_iteration.txt                text: the newest iteration
     iter_0000100/metadata.json                       {"sharded_backend": "torch_dist", ...}
@@ -13,7 +13,7 @@
     decoder.layers.mlp.experts.experts.linear_fc1.weight  [L, E, 2 F, D]
     optimizer.state.exp_avg.NAME                                       shaped as the weight; fp32_param, param: master
                                                                        weights
-    optimizer.state.exp_avg.NAME  [pieces of each dim, elements of one]        of `fully_sharded_model_space`
+    optimizer.state.exp_avg.NAME  [pieces of each dim, elements of one piece]  with `fully_sharded_model_space`
 
 Seen with megatron-core 0.13.1, 0.16.1 and its source of 2026-08-22 (0.20).
 """
@@ -112,7 +112,7 @@ def read_megatron(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
 
 
 def _newest(folder: Path) -> Path:
-    """The folder of an iteration, with `.metadata`."""
+    """Finds the folder of an iteration, with `.metadata`."""
     if (folder / LATEST).is_file():
         latest = (folder / LATEST).read_text(errors="replace").strip()
         name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
@@ -141,7 +141,7 @@ def _family_of(folder: Path, config: Mapping[str, Any]) -> MegatronNames:
 
 
 def _common(folder: Path, opened: DcpFolder) -> Mapping[str, Any]:
-    """Arguments, iteration and parameter groups: objects in them are attributes without a class."""
+    """Reads arguments, iteration and parameter groups; objects among them become attributes without a class."""
     if _COMMON_KEY in opened.places:
         place = folder / opened.places[_COMMON_KEY].relative_path
         [found] = open_saved(place, file=opened.bytes_of(_COMMON_KEY), opaque=True)
@@ -189,7 +189,7 @@ def _first(tensor: LazyTensor, rows: int) -> Tensor:
 
 
 def _unflattened(tensor: LazyTensor, opened: DcpFolder, key: str, *, stacked: bool = False) -> LazyTensor:
-    """Restores the shape of a tensor of flat pieces, [pieces of each dim, elements of one]; others are unchanged."""
+    """Restores the shape of a tensor stored as [pieces along each dim, elements of one piece]; others are unchanged."""
     shapes = getattr(opened.metadata, "mcore_data", None) or {}
     whole = (shapes.get(key) or {}).get("nd_reformulated_orig_global_shape")
     if whole is None:
@@ -210,7 +210,7 @@ def _padding(name: str, rows: int) -> str:
 
 
 def _found(values: Any, key: str) -> Iterator[Any]:
-    """Yields the values that nested dicts and lists have under a key; for a list its items."""
+    """Yields the values under a key in nested dicts and lists; if a value is a list, its items."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             if name == key:
@@ -223,7 +223,7 @@ def _found(values: Any, key: str) -> Iterator[Any]:
 
 
 def _loss_scale(common: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """State of Megatron's dynamic loss scaler, as in `SourceCheckpoint.loss_scale`."""
+    """Returns the state of Megatron's dynamic loss scaler, as in `SourceCheckpoint.loss_scale`."""
     for scaler in _found(common.get("optimizer"), "grad_scaler"):
         if "growth_tracker" in scaler:
             return float(scaler["scale"]), float(scaler["growth_tracker"]), float(scaler["hysteresis_tracker"])

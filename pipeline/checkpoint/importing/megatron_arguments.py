@@ -1,12 +1,12 @@
-"""Megatron's arguments: those that decide the mathematics, each with the values it may have or the field it becomes.
+"""Checks the Megatron arguments that affect the mathematics: their allowed values, or the config fields they become.
 
-`megatron_arguments.json` has them, by `arguments.py` of Megatron-LM 0.13.1, 0.16.1 and 2026-08-22 (892 names):
+`megatron_arguments.json` has the arguments of Megatron-LM 0.13.1, 0.16.1 and 2026-08-22 (892 names in `arguments.py`):
 
-    model, model of ..., experts    with another value the same weights are another model: refused
-    training                        with another value the next losses are others: named, with what a run does
+    model, model of ..., experts    another value makes another model of the same weights: refused
+    training                        another value changes the next losses: named, with the run's behavior
     harmless                        logs, paths, layouts, speed; and what shapes, names or `fields_of` compare
 
-An argument that is in none of them is harmless where it is off (false, none, 0, empty); else it is named.
+An argument that is not listed is harmless if it is off (false, none, 0, empty); otherwise it is named.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_arguments(folder: Path, arguments: Any, config: Mapping[str, Any]) -> 
         Texts for `SourceCheckpoint.left_out`.
 
     Raises:
-        CheckpointError: names all arguments that the config's model does not support.
+        CheckpointError: the config's model does not support some arguments; names all of them.
     """
     table, given = _table(), getattr(arguments, "__dict__", {})
     of = "model of gpt2" if config.get("model_type") == _GPT2 else "model of rotary families"
@@ -58,7 +58,7 @@ def check_arguments(folder: Path, arguments: Any, config: Mapping[str, Any]) -> 
 
 
 def fields_of(arguments: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments as fields of a Hugging Face config, limited to fields that both have."""
+    """Converts Megatron's arguments to those fields of a Hugging Face config that `config` also has."""
     heads = getattr(arguments, "num_attention_heads", None)
     grouped = getattr(arguments, "group_query_attention", False)
     untied = getattr(arguments, "untie_embeddings_and_output_weights", None)
@@ -94,12 +94,12 @@ def _table() -> dict[str, Any]:
 
 
 def _is_one_of(value: Any, allowed: list[Any]) -> bool:
-    """Whether every value is allowed: some arguments have one value per layer, or per kind."""
+    """Whether every value is allowed; some arguments have one value per layer or per kind."""
     return all(each in allowed for each in (value if isinstance(value, list | tuple) and value else [value]))
 
 
 def _window(arguments: Any) -> int | None:
-    """Tokens that a token attends to, itself included, as Hugging Face counts them; None for no window."""
+    """Returns the attention window as Hugging Face counts it, a token itself included; None for no window."""
     window = getattr(arguments, "window_size", None)
     return int(window[0]) + 1 if window and int(window[0]) >= 0 else None
 
@@ -126,7 +126,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _activation(arguments: Any, ours: str | None) -> str | None:
-    """Hugging Face name of Megatron's GELU: ours if it computes the same."""
+    """Returns the Hugging Face name of Megatron's GELU: `ours` if it computes the same function."""
     if not hasattr(arguments, "openai_gelu"):
         return None
     approximate = arguments.openai_gelu or getattr(arguments, "bias_gelu_fusion", False)

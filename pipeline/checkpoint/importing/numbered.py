@@ -1,8 +1,8 @@
 """Finds the parameter of each number in optimizer states of `torch.optim`.
 
-`Optimizer.state_dict()` numbers the parameters in the order of its groups, and keeps no names. The order within a group
-is that of the model; which parameters form a group is found by trying the rules that trainers use, and groups that no
-rule divides so are refused: parameters of one shape cannot be told apart. FSDP's full state dict has names instead.
+`Optimizer.state_dict()` numbers the parameters group by group, and stores no names. Within a group they are in the
+order of the model. The members of a group are found by trying the rules that trainers use; groups that fit no rule are
+refused, since parameters of one shape cannot be told apart. FSDP's full state dict has names instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipeline.checkpoint.importing.source import hugging_face_name, is_state, st
 from pipeline.checkpoint.write.streamed import LazyTensor
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names without weight decay in the Hugging Face Trainer (transformers 5, `get_decay_parameter_names`)."""
+"""Pattern of names without weight decay in the Hugging Face Trainer (transformers 5, `get_decay_parameter_names`)."""
 Shapes = Mapping[str, tuple[int, ...]]
 _RULES: tuple[Callable[[str, Shapes], bool], ...] = (
     lambda name, _shapes: not _NO_DECAY.search(name),
     lambda name, shapes: len(shapes[name]) > 1,
 )
-"""Rules for the first of two groups: parameters whose names are no norm's or bias's; matrices."""
+"""Rules for the first of two groups: parameters that are not norms or biases by name; or all matrices."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NamedStates:
 
 
 def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> NamedStates:
-    """The optimizer states by name.
+    """Returns the optimizer states by name.
 
     Args:
         state: result of `Optimizer.state_dict()`, or FSDP's full optimizer state dict.
@@ -51,7 +51,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
         where: the file, for an error.
 
     Raises:
-        CheckpointError: no rule gives every number a parameter of its shape, or two rules give different ones.
+        CheckpointError: no rule gives every number a parameter of its shape, or two rules give different parameters.
     """
     own, groups = state["state"], state["param_groups"]
     names = _recorded_names(groups) or _found(own, groups, parameters, where)
@@ -65,7 +65,7 @@ def states_of(state: Mapping[str, Any], parameters: Shapes, where: Path) -> Name
 
 
 def _recorded_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Number -> name, where the optimizer records names; FSDP's full state has them in place of numbers."""
+    """Maps number to name if the optimizer records names; FSDP's full state has names in place of numbers."""
     numbers = [number for group in groups for number in group["params"]]
     named = [name for group in groups for name in group.get("param_names") or group["params"]]
     told = len(named) == len(numbers) and all(isinstance(name, str) for name in named)
@@ -75,7 +75,7 @@ def _recorded_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
 def _found(
     own: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], parameters: Shapes, where: Path
 ) -> dict[Any, str]:
-    """Number -> name, by the rule that gives the optimizer's group sizes and the shapes of its states."""
+    """Maps number to name, by the rule that yields the optimizer's group sizes and the shapes of its states."""
     numbers, sizes = [n for group in groups for n in group["params"]], [len(group["params"]) for group in groups]
     usual = ([list(parameters)], *(parts for rule in _RULES for parts in _divided(rule, parameters)))
     orders = [order for order in usual if [len(part) for part in order] == [size for size in sizes if size]]
@@ -93,7 +93,7 @@ def _found(
 
 
 def _divided(rule: Callable[[str, Shapes], bool], parameters: Shapes) -> Iterator[list[list[str]]]:
-    """The two groups of a rule, in both orders."""
+    """Yields the two groups of a rule, in both orders."""
     first = [name for name in parameters if rule(name, parameters)]
     rest = [name for name in parameters if not rule(name, parameters)]
     if first and rest:
@@ -101,6 +101,6 @@ def _divided(rule: Callable[[str, Shapes], bool], parameters: Shapes) -> Iterato
 
 
 def _fits(names: Mapping[Any, str], own: Mapping[Any, Any], parameters: Shapes) -> bool:
-    """Whether every state has its parameter's shape."""
+    """Whether every state has the shape of its parameter."""
     shapes = {number: {tuple(v.shape) for v in each.values() if is_state(v)} for number, each in own.items()}
     return all(shapes.get(n, set()) <= {parameters[name]} for n, name in names.items())

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's engine without ZeRO, in fp32: a state dict and torch's own optimizer state in one file."""
+"""Reads fp32 checkpoints of DeepSpeed without ZeRO: a state dict and torch's own optimizer state in one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.checkpoint.importing.zero import left_out_of, newest_tag, read_hea
 
 
 def read_replicated(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
-    """Opens a checkpoint of stage 0.
+    """Opens a checkpoint of ZeRO stage 0.
 
     Args:
         folder: folder that the engine's `save_checkpoint` wrote to, or one of its steps.

@@ -1,4 +1,4 @@
-"""An opened checkpoint of another trainer: names, shapes and how to read each tensor; none is in memory yet."""
+"""An opened checkpoint of another trainer: names, shapes and a reader of each tensor; no tensor is in memory yet."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pipeline.models.construction.buffers import buffer_shapes
 from pipeline.models.construction.meta import parameter_shapes
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed; readers also take
-states with other names, which would otherwise be dropped silently."""
+"""Names of the optimizer states of the element-wise optimizers and Muon, in torch and in DeepSpeed. Readers also return
+states with other names, since dropping them would be silent."""
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model of the config.
+    """The config's model, into which a checkpoint is imported.
 
     Attributes:
         parameters: name -> full shape, in the order of the model.
         buffers: name -> shape of every persistent buffer.
-        aliases: other name of a tied parameter -> its name.
+        aliases: second name of a tied parameter -> its name.
         hf_config: Hugging Face config as plain JSON.
         model: Hugging Face model on the meta device.
     """
@@ -59,17 +59,16 @@ class SourceCheckpoint:
         path: path of the checkpoint.
         kind: trainer that wrote it, for people: "DeepSpeed ZeRO-3 of 2 ranks".
         step: optimizer steps done.
-        weights: Hugging Face parameter name -> value; fp32 master weights if there are any.
+        weights: Hugging Face parameter name -> value; the fp32 master weight if there is one.
         states: optimizer state -> Hugging Face parameter name -> value.
         optimizer_step: step counter of the optimizer (bias correction); None if it keeps none.
-        groups: hyperparameters of the parameter groups: lr, betas, weight_decay, ...; lr is that of the next step.
-        members: names of the parameters in each of these groups; empty if the checkpoint does not record them.
-        samples: samples that were trained on; None if not recorded.
-        hf_config: contents of its config.json; None without one.
-        loss_scale: (scale, steps since the last overflow, overflows left before the scale is lowered) of dynamic loss
-            scaling (fp16); None without it.
+        groups: hyperparameters of each parameter group: lr (of the next step), betas, weight_decay, ...
+        members: names of the parameters in each group; empty if the checkpoint does not record them.
+        samples: number of samples trained on; None if not recorded.
+        hf_config: contents of the checkpoint's config.json; None if it has none.
+        loss_scale: (scale, steps since the last overflow, overflows left before it is lowered) of fp16, or None.
         left_out: descriptions of the contents that are not imported, for people.
-        answers: place where a step is recorded -> that step, if they disagree or none is recorded; None otherwise.
+        answers: place where a step is recorded -> that step, if they disagree; empty if none is recorded; else None.
     """
 
     path: Path
@@ -88,17 +87,17 @@ class SourceCheckpoint:
 
 
 def stored(tensor: Tensor) -> LazyTensor:
-    """Wraps a tensor unchanged; if its file is mapped into memory, it is read when it is used."""
+    """Wraps a tensor unchanged; if its file is memory-mapped, the tensor is read when it is used."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def is_state(value: Any) -> bool:
-    """Whether an entry of an optimizer's state has a value per element; a step counter does not."""
+    """Whether an entry of an optimizer's state has a value per element, unlike a step counter."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
 def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where: Path) -> LazyTensor:
-    """A tensor of consecutive flat pieces.
+    """Makes a tensor from consecutive flat pieces.
 
     Raises:
         CheckpointError: the pieces do not have as many elements as the tensor.
@@ -115,15 +114,15 @@ def from_pieces(name: str, shape: Sequence[int], pieces: Sequence[Tensor], where
 
 
 def hugging_face_name(name: str) -> str:
-    """A parameter's name without the parts that DDP, FSDP, activation checkpointing and torch.compile add."""
+    """Removes the parts that DDP, FSDP, activation checkpointing and torch.compile add to a parameter's name."""
     return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
 
 
 def one_step_counter(counters: Iterable[Any], where: Path) -> float | None:
-    """The step counter that all parameters share; None if there is none.
+    """Returns the step counter that all parameters share; None if there is none.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: the counters differ.
     """
     found = sorted({float(counter) for counter in counters if counter is not None})
     if len(found) > 1:

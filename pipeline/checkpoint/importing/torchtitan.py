@@ -1,10 +1,9 @@
 """Converts torchtitan's Llama to Hugging Face's names and order of rows.
 
-torchtitan rotates neighbouring elements of a head, and Hugging Face elements that are half a head apart: the rows of
-the projections of queries and keys are in another order, in the weight and in its optimizer states alike. Newer
-versions fuse the three projections in memory, and so in the optimizer states: per key head its query heads, the key,
-the value.
-Seen with torchtitan 0.3.0 (names of fused and unfused projections) and in its source since 0.1.
+torchtitan rotates neighboring elements of a head; Hugging Face rotates elements that are half a head apart. The rows of
+the query and key projections are therefore in different orders, in the weights and their optimizer states alike. Newer
+versions fuse the three projections in memory, and so in the optimizer states: for each key head its query heads, the
+key, the value. Seen with torchtitan 0.3.0 (names of fused and unfused projections) and in its source since 0.1.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ROTATED = {"attention.wq.weight": "self_attn.q_proj.weight", "attention.wk.weig
 _FUSED = "attention.wqkv.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _COMPUTED = re.compile(r"(^|\.)(freqs_cis|rope\.cache)$")
-"""Names of tables of rotary positions, which are computed rather than trained."""
+"""Names of rotary position tables, which are computed rather than trained."""
 
 
 def is_of(source: SourceCheckpoint) -> bool:
@@ -70,7 +69,7 @@ def in_hugging_face_names(source: SourceCheckpoint, wanted: TargetModel) -> Sour
         kind="torchtitan (Llama)",
         weights=_renamed(source.weights, heads, kv_heads),
         states={kind: _renamed(tensors, heads, kv_heads) for kind, tensors in source.states.items()},
-        members=(),  # those of fused projections have no single name
+        members=(),  # members of fused projections have no single name
     )
 
 
@@ -86,13 +85,13 @@ def _renamed(tensors: Mapping[str, LazyTensor], heads: int, kv_heads: int) -> di
             count = heads if inner == "attention.wq.weight" else kv_heads
             found[prefix + _ROTATED[inner]] = _changed(tensor, tensor.shape, partial(half_apart, heads=count))
         elif not _COMPUTED.search(name):
-            # a name that is not known stays, and is refused with those that the config's model has
+            # an unknown name stays, and is refused when names are compared with the config's model
             found[prefix + _IN_LAYER[inner] if inner in _IN_LAYER else _WHOLE.get(name, name)] = tensor
     return found
 
 
 def half_apart(rows: Tensor, *, heads: int) -> Tensor:
-    """The rows of a projection [heads x head size, D] in Hugging Face's order: first the even ones of a head."""
+    """Reorders the rows of a projection [heads x head size, D] for Hugging Face: in each head, even rows first."""
     return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -101,7 +100,7 @@ def _changed(tensor: LazyTensor, shape: tuple[int, ...], change: Callable[[Tenso
 
 
 def _split(tensor: LazyTensor, heads: int, kv_heads: int) -> dict[str, LazyTensor]:
-    """Queries, keys and values of a fused projection [kv_heads x (query heads of one + 2) x head size, D]."""
+    """Splits a fused projection [kv_heads x (query heads of one + 2) x head size, D] into queries, keys, values."""
     per_key, width = heads // kv_heads, tensor.shape[1]
     size = tensor.shape[0] // (kv_heads * (per_key + 2))
 

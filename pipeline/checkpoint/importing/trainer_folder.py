@@ -1,14 +1,14 @@
-"""Checkpoints of the Hugging Face Trainer, `checkpoint-N`, and of accelerate's `save_state`.
+"""Reads checkpoints of the Hugging Face Trainer, `checkpoint-N`, and of accelerate's `save_state`.
 
-    trainer_state.json                               of the Trainer: the step
-    config.json                                      of the Trainer: of the model
-    model.safetensors, optimizer.pt, scaler.pt       of one process and DDP; optimizer.bin of accelerate
-    pytorch_model_fsdp_0/, optimizer_0/              of FSDP: distributed checkpoints of torch
-    pytorch_model_fsdp.bin, optimizer.bin            of FSDP with FULL_STATE_DICT: states by name
-    latest, global_stepN/                            of DeepSpeed; pytorch_model/ of accelerate
+    trainer_state.json                               Trainer: the step
+    config.json                                      Trainer: the model's config
+    model.safetensors, optimizer.pt, scaler.pt       one process, or DDP; accelerate: optimizer.bin
+    pytorch_model_fsdp_0/, optimizer_0/              FSDP: distributed checkpoints of torch
+    pytorch_model_fsdp.bin, optimizer.bin            FSDP with FULL_STATE_DICT: states by name
+    latest, global_stepN/                            DeepSpeed; accelerate: in pytorch_model/
 
-accelerate records no step: it is the optimizer's. Schedulers, random states and `training_args.bin` are not read. Seen
-with transformers 5.23, accelerate 1.15.
+accelerate records no step, so the optimizer's is used. Schedulers, random states and `training_args.bin` are not read.
+Seen with transformers 5.23, accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STATE = "trainer_state.json"
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
 _SAVED = ("optimizer.pt", "optimizer.bin")
 _SECOND = re.compile(r"_\d+\.bin$")
-"""Name ending of accelerate's files of a second model, whose weights may have the names of the first one's."""
+"""Name ending of accelerate's files of a second model, whose weights may have the same names as the first model's."""
 _LEFT_OUT = {
     "scheduler.[pb]*": "scheduler.pt, .bin: the config's schedule goes on at the step",
     "rng_state*.pth": "rng_state*.pth: a run draws random numbers for first weights and sample order only",
@@ -61,7 +61,7 @@ def read_trainer(folder: Path, wanted: TargetModel) -> SourceCheckpoint:
         wanted: the model of the config, for the order of the parameters.
 
     Raises:
-        CheckpointError: files are missing or damaged, or it was saved without its optimizer state.
+        CheckpointError: files are missing or damaged, or there is no optimizer state.
     """
     step = _step(folder) if (folder / STATE).is_file() else None
     whose = "accelerate's save_state" if step is None else "the Hugging Face Trainer"
@@ -119,7 +119,7 @@ def _replicated(folder: Path, wanted: TargetModel, step: int | None) -> SourceCh
 
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
-    """Weights from safetensors files, or from files that older versions and FSDP wrote with torch.save."""
+    """Reads weights from safetensors files, or from files that older versions and FSDP wrote with torch.save."""
     saved = [path for path in sorted(folder.glob("pytorch_model*.bin")) if not _SECOND.search(path.name)]
     if saved and not any(folder.glob("*.safetensors")):
         opened: Iterable[Mapping[str, Any]] = map(open_saved, saved)
@@ -142,7 +142,7 @@ def _reads(path: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _loss_scale(folder: Path) -> tuple[float, float, float] | None:
-    """State of torch's GradScaler, which lowers the scale at the first overflow."""
+    """Reads the state of torch's GradScaler, which lowers the scale at the first overflow."""
     if not (folder / "scaler.pt").is_file():
         return None
     scaler = open_saved(folder / "scaler.pt")

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints, as its `ds_to_universal` makes them of any stage.
+"""Reads DeepSpeed's universal checkpoints, which its `ds_to_universal` makes from any ZeRO stage.
 
     latest_universal                                 text: the newest tag
     global_step9_universal/mp_rank_00_model_states.pt              the engine's state (of stage 3: zero_pp_rank_0_...)
@@ -44,7 +44,7 @@ def read_universal(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
     """Opens a universal checkpoint.
 
     Args:
-        folder: the folder with `latest_universal`, or one of its steps.
+        folder: the folder with `latest_universal`, or the folder of one step in it.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -88,7 +88,7 @@ def _tensor(path: Path, shape: tuple[int, ...] | None) -> LazyTensor:
         raise CheckpointError(
             f"{path} has {found.numel():,} elements, and the config's model needs {shape}\n  try: convert it again"
         )
-    # opened again when it is read: a mapping for every file of a large model would be too many
+    # each file is opened again when it is read: one mapping per file of a large model would be too many
     return LazyTensor(shape, found.dtype, lambda: _param(path).reshape(shape))
 
 

@@ -35,7 +35,7 @@ class DynamicScale(Fields):
     Attributes:
         cur_scale: the scale.
         cur_iter: steps so far.
-        last_overflow_iter: the last of them that overflowed; -1 for none.
+        last_overflow_iter: the last step that overflowed; -1 for none.
         cur_hysteresis: overflows left before the scale is lowered.
     """
 
@@ -67,15 +67,15 @@ _ERRORS = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupErr
 
 
 def open_saved(path: Path, *, file: BinaryIO | None = None, opaque: bool = False) -> Any:
-    """The contents of a file of torch.save. Tensors are mapped into memory: their bytes are read when they are used.
+    """Opens a file of torch.save. Tensors are memory-mapped: their bytes are read when they are used.
 
     Args:
         path: path of the file, or of the file that contains it.
-        file: the opened part of `path` to read, which is read at once; None for the whole file.
+        file: an opened part of `path`, which is read at once; None for the whole file.
         opaque: whether unknown classes and functions become `Opaque`; otherwise they are refused.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or it names a class or function that is not known.
+        CheckpointError: the file is missing or damaged, or names an unknown class or function.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing\n  try: copy the whole folder again")

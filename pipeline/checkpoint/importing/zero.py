@@ -1,13 +1,13 @@
-"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, as its engine writes them on any number of ranks.
+"""Reads checkpoints that DeepSpeed's engine writes at ZeRO stages 1 to 3, on any number of ranks.
 
     latest                                           text: the newest tag
     global_step9/mp_rank_00_model_states.pt          steps, names and shapes of the parameters, buffers (stages 1, 2)
     global_step9/zero_pp_rank_R_mp_rank_00_model_states.pt                               the same of rank R (stage 3)
     global_step9/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   flat partitions of rank R: fp32 weights and states
 
-At stages 1 and 2 a partition is a range of the parameters of a group end to end, and says where in it the part of each
-parameter begins (`param_slice_mappings`). At stage 3 every parameter is divided among all ranks, in equal parts with
-padding at the end, and a partition has the rank's parts of a sub-group end to end. Seen with deepspeed 0.19.8.
+At stages 1 and 2 a partition is a range of a group's concatenated parameters; `param_slice_mappings` gives the offset
+of each parameter's part in it. At stage 3 every parameter is divided among all ranks, in equal parts with padding at
+the end; a partition is the concatenation of the rank's parts of a sub-group. Seen with deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class ZeroFiles:
 
 
 def newest_tag(folder: Path, *, latest: str = LATEST) -> Path:
-    """The folder of the step that `latest` names, or of the only step; the folder itself if it is a step's.
+    """Returns the folder of the step that `latest` names, or of the only step; `folder` itself if it is a step's.
 
     Raises:
-        CheckpointError: there is no such step, or several and no `latest`.
+        CheckpointError: there is no step, or there are several and no `latest`.
     """
     if (folder / latest).is_file():
         tag = file_beside(folder / latest, (folder / latest).read_text(errors="replace").strip(), CheckpointError)
@@ -88,13 +88,13 @@ def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
         folder: folder that the engine's `save_checkpoint` wrote to, or one of its steps.
 
     Raises:
-        CheckpointError: files of ranks are missing or damaged, or it is divided by tensor or pipeline parallelism.
+        CheckpointError: files of ranks are missing or damaged, or the run used tensor or pipeline parallelism.
     """
     tag = newest_tag(folder)
     ranks = _files_of_ranks(tag)
     head = read_head(tag)
     first = open_saved(tag / ranks[0])["optimizer_state_dict"]
-    # each group may have another count, where experts are divided otherwise: all ranks are the largest
+    # groups may have different counts, since experts are divided differently: the largest is all ranks
     counts = first["partition_count"]
     world = max(counts) if isinstance(counts, list) else int(counts)
     _check_ranks(tag, ranks, world)
@@ -126,13 +126,13 @@ def read_zero(folder: Path, _wanted: TargetModel) -> SourceCheckpoint:
 
 
 def left_out_of(head: Mapping[str, Any]) -> list[str]:
-    """Describes, for people, what is not imported from the file of the engine's state."""
+    """Describes, for people, the contents of the engine's state file that are not imported."""
     names = {"lr_scheduler": "lr_scheduler: the config's schedule goes on at the step", "data_sampler": "data_sampler"}
     return [text for key, text in names.items() if head.get(key) is not None]
 
 
 def _files_of_ranks(tag: Path) -> dict[int, str]:
-    """Rank -> name of its file."""
+    """Maps each rank to the name of its file."""
     found: dict[int, str] = {}
     parallel: list[str] = []
     for path in sorted(tag.glob("*_optim_states.pt")):
@@ -172,10 +172,10 @@ def _check_ranks(tag: Path, ranks: Mapping[int, str], world: int) -> None:
 
 
 def read_head(tag: Path) -> Mapping[str, Any]:
-    """Reads the file of the engine's state; at stage 3 the one of rank 0.
+    """Reads the file of the engine's state; at stage 3, rank 0's file.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     name = next((name for name in names if (tag / name).is_file()), None)
@@ -235,7 +235,7 @@ def _stage3(shapes: list[Mapping[str, Any]], opened: list[Any]) -> ZeroFiles:
 
 
 def _parts(group: Mapping[str, Any], *, rank: int, world: int) -> Iterator[tuple[str, int, int]]:
-    """Yields per parameter of a sub-group: name, first index of the rank's part in its partition, and length."""
+    """Yields name, first index and length of the rank's part in its partition, for each parameter of a sub-group."""
     start = 0
     for name, shape in group.items():
         numel = torch.Size(shape).numel()
@@ -252,14 +252,14 @@ def _tensors(weight: Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, Te
 def others_of(head: Mapping[str, Any], taken: Collection[str]) -> dict[str, LazyTensor]:
     """Tensors of the engine's model besides the trained parameters: buffers, a tied head.
 
-    At stage 3 its parameters have no elements.
+    At stage 3 the engine's own parameters have no elements.
     """
     module = {hugging_face_name(name): tensor for name, tensor in (head.get("module") or {}).items()}
     return {n: stored(t) for n, t in module.items() if n not in taken and isinstance(t, Tensor) and t.numel()}
 
 
 def members_of(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> list[list[str]]:
-    """Names of the parameters of each group; a flat partition of the optimizer is one item of `param_shapes`."""
+    """Returns the parameter names of each group; one item of `param_shapes` is one flat partition of the optimizer."""
     names = [[hugging_face_name(name) for name in shapes] for shapes in head["param_shapes"]]
     numbers = [number for group in groups for number in group.get("params", ())]
     if sorted(numbers) != list(range(len(names))):
@@ -268,7 +268,7 @@ def members_of(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> 
 
 
 def with_adam_mode(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Adds to groups of DeepSpeed's Adam whether weight decay is decoupled, which only its config records."""
+    """Adds to the groups of DeepSpeed's Adam whether weight decay is decoupled; only DeepSpeed's config records it."""
     section = (head.get("ds_config") or {}).get("optimizer") or {}
     mode = (section.get("params") or {}).get("adam_w_mode")
     if str(section.get("type", "")).lower() != "adam" or mode is None:
@@ -277,7 +277,7 @@ def with_adam_mode(groups: Sequence[Mapping[str, Any]], head: Mapping[str, Any])
 
 
 def loss_scale_of(scaler: Any) -> tuple[float, float, float] | None:
-    """State of a dynamic loss scaler, as in `SourceCheckpoint.loss_scale`; None for a static one."""
+    """Returns a dynamic loss scaler's state as in `SourceCheckpoint.loss_scale`; None for a static scaler."""
     if not isinstance(scaler, DynamicScale):
         return None
     return scaler.cur_scale, scaler.cur_iter - 1 - scaler.last_overflow_iter, scaler.cur_hysteresis

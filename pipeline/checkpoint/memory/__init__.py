@@ -1,1 +1,1 @@
-"""Copies of checkpoints in the nodes' host memory, from which a restart reads what was not lost."""
+"""Copies of checkpoints in the nodes' host memory; a restart reads the copies that were not lost."""

@@ -1,11 +1,11 @@
 """Copies of a rank's newest checkpoint file in host memory, made by a thread after the file itself is written.
 
-    prepare     before a save is written: is there room for the copies of this node's ranks?
+    prepare     before a save is written: checks that there is room for the copies of this node's ranks
     start       when the rank's file is written: a thread writes the same shards again, into memory
-    committed   once the checkpoint is complete: the copies of earlier ones are removed
+    committed   once the checkpoint is complete: removes the copies of earlier checkpoints
 
-A copy that fails is noted, and does not affect the checkpoint. At most two are there at any time; where there is no
-room for two, the earlier one is removed before the next is made.
+A failed copy is reported, and does not affect the checkpoint. There are at most two copies at any time; without room
+for two, the earlier copy is removed before the next is made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipeline.checkpoint.write.write_shards import write_shards
 
 Lookup = Callable[[WriteItem], Tensor]
 MARGIN = 0.1
-"""Fraction of the tmpfs, host memory and cgroup limit that stays free: NCCL and gloo use them, too."""
+"""Fraction of the tmpfs, host memory and cgroup limit to keep free, since NCCL and gloo use them, too."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
@@ -54,7 +54,7 @@ class MemoryCopies:
         self._failure: str | None = None
 
     def prepare(self, step: int, nbytes: int) -> None:
-        """Decides whether the next file is copied; to be called while no rank copies.
+        """Decides whether the next file is copied; must be called while no rank copies.
 
         Args:
             step: step of the checkpoint.
@@ -90,7 +90,7 @@ class MemoryCopies:
                 self._job = self._thread.submit(self._copy, step, plan, lookup, sha256)
 
     def stop(self) -> None:
-        """Cancels a copy in progress, and returns when its values are no longer used."""
+        """Cancels a copy in progress; returns when the copy no longer uses the shards' values."""
         self._stopped.set()
         self.wait()
 
@@ -105,11 +105,11 @@ class MemoryCopies:
     def discard(self, step: int) -> None:
         """Removes the copy of a checkpoint that was not committed."""
         self.stop()
-        self._failure = None  # that of the save is told
+        self._failure = None  # the failure of the save is reported
         self._remove_own(step)
 
     def failure(self) -> str | None:
-        """Why a copy has failed or was left out since the last call; None if none was."""
+        """Returns why a copy has failed or was left out since the last call; None if no copy was."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -151,11 +151,11 @@ class MemoryCopies:
 
 
 class _StoppedError(Exception):
-    """Raised in a copy that is cancelled, as the values are needed for the next save."""
+    """Raised in a copy that is cancelled because the next save needs the buffers."""
 
 
 def room(directory: Path) -> int:
-    """Bytes that may be written into a directory of a tmpfs; negative where less than the margin is free."""
+    """Returns the bytes that may be written into a directory of a tmpfs; negative if less than the margin is free."""
     disk = os.statvfs(directory)
     found = [disk.f_bavail * disk.f_frsize - int(MARGIN * disk.f_blocks * disk.f_frsize)]
     with suppress(OSError, AssertionError):
@@ -168,7 +168,7 @@ def room(directory: Path) -> int:
 
 
 def _of_cgroups(own: str, mounted: Path) -> Iterator[int]:
-    """Free bytes, less the margin, of each limited cgroup that this process is in.
+    """Yields the free bytes, less the margin, of each limited cgroup that this process is in.
 
     Args:
         own: the contents of /proc/self/cgroup.
@@ -194,6 +194,6 @@ def _of_cgroups(own: str, mounted: Path) -> Iterator[int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that the kernel drops when memory is short."""
+    """Returns the bytes of cached files that the kernel drops when memory is short."""
     rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))

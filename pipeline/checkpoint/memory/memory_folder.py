@@ -1,4 +1,4 @@
-"""Folder in host memory (a tmpfs) in which a node keeps copies of checkpoint files: its name, its lock, its removal.
+"""Folder in host memory (a tmpfs) for a node's copies of checkpoint files: its name, lock and removal.
 
     /dev/shm/headrace-UID/             mode 0700, of this user
         RUN.used                       lock file: shared by every process that uses the folder; the kernel lets go of it
@@ -25,7 +25,7 @@ from pipeline.checkpoint.format.naming import PREFIX, step_of
 
 _PARTIAL = ".partial"
 _LEFT_S = 3600.0
-"""Seconds without use after which another run's folder counts as left behind: its launcher may restart it."""
+"""Seconds without use after which another run's folder counts as left behind; before, its launcher may restart it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MemoryFolder:
 
     @classmethod
     def of(cls, directory: str, run_dir: Path) -> MemoryFolder:
-        """The folder of a run.
+        """Returns the folder of a run.
 
         Args:
             directory: a tmpfs, the value of `run.in_memory_checkpoints`.
@@ -60,15 +60,15 @@ class MemoryFolder:
         return self.root / self.name
 
     def folder(self, step: int) -> Path:
-        """Directory of the copies of one checkpoint."""
+        """Returns the directory of the copies of one checkpoint."""
         return self.path / f"{PREFIX}{step:08d}"
 
     def partial(self, step: int, rank: int) -> Path:
-        """Directory in which a rank's copy is built."""
+        """Returns the directory in which a rank's copy is built."""
         return self.path / f".{rank}-{step}{_PARTIAL}"
 
     def sizes(self, step: int) -> dict[str, int]:
-        """Sizes of the copies of a checkpoint: file name -> bytes."""
+        """Returns the sizes of the copies of a checkpoint: file name -> bytes."""
         found: dict[str, int] = {}
         with suppress(OSError):
             for path in self.folder(step).iterdir():
@@ -76,9 +76,9 @@ class MemoryFolder:
         return found
 
     def keep_only(self, step: int | None) -> None:
-        """Removes partial copies and the copies of all other checkpoints; all copies for None.
+        """Removes partial copies and the copies of all other checkpoints; for None, all copies.
 
-        To be called while no rank copies.
+        Must be called while no rank copies.
         """
         with suppress(OSError):
             for path in self.path.iterdir():
@@ -95,7 +95,7 @@ class MemoryFolder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def identity(self) -> tuple[str, int, int]:
-        """Identifies the folder by boot of the host, file system and inode: equal on exactly the ranks that see it."""
+        """Identifies the folder by the host's boot, file system and inode: equal on exactly the ranks that share it."""
         boot, found = Path("/proc/sys/kernel/random/boot_id"), self.path.stat()
         with suppress(OSError):
             return boot.read_text().strip(), found.st_dev, found.st_ino
@@ -104,16 +104,16 @@ class MemoryFolder:
 
 @contextmanager
 def used(memory: MemoryFolder) -> Iterator[None]:
-    """Makes the folder, and keeps others from removing it until the block ends or the process does.
+    """Makes the folder, and keeps others from removing it until the block or the process ends.
 
     Raises:
-        OSError: it cannot be made, or belongs to another user.
+        OSError: the folder cannot be made, or belongs to another user.
     """
     _make(memory.root)
     handle = _lock(memory, fcntl.LOCK_SH)
     try:
         memory.path.mkdir(mode=0o700, exist_ok=True)
-        with suppress(OSError):  # full: the run trains without copies
+        with suppress(OSError):  # the tmpfs is full: the run trains without copies
             (memory.path / "run").write_text(f"{memory.run_dir}\n")
         yield
     finally:
@@ -124,7 +124,7 @@ def remove(memory: MemoryFolder) -> bool:
     """Removes the folder unless a process uses it; returns whether it was removed."""
     try:
         handle = _lock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # in use, or there is none
+    except OSError:  # in use, or absent
         return False
     try:
         shutil.rmtree(memory.path, ignore_errors=True)
@@ -132,12 +132,12 @@ def remove(memory: MemoryFolder) -> bool:
     finally:
         os.close(handle)
     with suppress(OSError):
-        memory.root.rmdir()  # of the last run
+        memory.root.rmdir()  # fails while other runs have folders
     return True
 
 
 def remove_left_behind(memory: MemoryFolder) -> list[str]:
-    """Removes the folders of this user's runs whose processes are all dead; returns the runs' directories.
+    """Removes the folders of this user's runs whose processes have all ended; returns the runs' directories.
 
     A run without processes for less than an hour is left alone: its launcher may be about to start them again.
     """
@@ -145,7 +145,7 @@ def remove_left_behind(memory: MemoryFolder) -> list[str]:
     for lock in memory.root.glob("*.used"):
         other = MemoryFolder(memory.root, lock.stem, Path())
         with suppress(OSError):
-            changed = max(lock.stat().st_mtime, other.path.stat().st_mtime)  # of the latter at every copy
+            changed = max(lock.stat().st_mtime, other.path.stat().st_mtime)  # every copy changes the second
             if other.name == memory.name or time.time() - changed < _LEFT_S:
                 continue
             named = other.path / "run"
@@ -167,7 +167,7 @@ def _lock_file(memory: MemoryFolder) -> Path:
 
 
 def _lock(memory: MemoryFolder, how: int) -> int:
-    """A locked descriptor of the lock file, which may be removed by another process at any moment."""
+    """Opens and locks the lock file, which another process may remove at any moment; returns its descriptor."""
     path = _lock_file(memory)
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

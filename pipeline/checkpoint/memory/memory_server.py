@@ -1,7 +1,7 @@
 """Serves parts of checkpoint files in this node's memory to the ranks of other nodes, while a run is restarted.
 
-A request is one line: the server's token, a space, and JSON: file name, first byte, number of bytes. The answer is the
-byte 1 and the bytes; the connection is closed where they cannot be had. It is used again and again.
+A request is one line: the server's token, a space, and JSON (file name, first byte, number of bytes). The reply is the
+byte 1 and the requested bytes; if they cannot be read, the server closes the connection, which serves many requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO, cast
 from foundation.listening import listening_socket
 
 _TIMEOUT_S, _IDLE_S = 30.0, 600.0
-"""Seconds without a byte before a reader turns to the run's directory, and before a server ends a connection."""
+"""Seconds without a byte after which a reader uses the run's directory, and a server closes a connection."""
 _LINE_BYTES, _BACKLOG = 4096, 1024
 
 
@@ -31,7 +31,7 @@ class MemoryServerAddress:
     """Address at which a rank serves its node's files.
 
     Attributes:
-        hosts: names and addresses of the rank's host, in the order in which they are tried.
+        hosts: names and addresses of the rank's host, in the order in which to try them.
         port: port of the server's socket.
         token: secret that every request has to contain.
     """
@@ -48,7 +48,7 @@ def served(files: Mapping[str, Path], *, master: str, port: int = 0) -> Iterator
     Args:
         files: name -> path.
         master: host of rank 0; the route to it shows which network the hosts use.
-        port: port of the rendezvous on `master`; its open connections show the network, too. 0 without a rendezvous.
+        port: port of the rendezvous on `master`, whose open connections show the network, too; 0 without one.
 
     Raises:
         OSError: no port is free.
@@ -60,7 +60,7 @@ def served(files: Mapping[str, Path], *, master: str, port: int = 0) -> Iterator
         disable_nagle_algorithm = True
 
         def handle(self) -> None:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # the peer reads from the run's directory then
+            with suppress(OSError, ValueError, KeyError, TypeError):  # the client then reads from the run's directory
                 while line := self.rfile.readline(_LINE_BYTES):
                     given, _, request = line.partition(b" ")
                     if not hmac.compare_digest(given, token.encode()):
@@ -135,7 +135,7 @@ def _own_addresses(master: str) -> tuple[str, ...]:
     with suppress(OSError):
         family, _, _, _, there = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing: chooses the address of this host on the way there
+            probe.connect(there)  # sends nothing: makes the kernel choose this host's address on the route there
             own = str(probe.getsockname()[0])
         if own != "::1" and not own.startswith("127."):
             found = [own]

@@ -1,7 +1,7 @@
-"""Files that a restart reads: verified copies in the nodes' memory, else those in the run's directory.
+"""Files that a restart reads: verified copies in the nodes' memory, or else files in the run's directory.
 
 find    all ranks   the ranks of a node divide the copies in its memory, and compare size and SHA-256 with the
-                    checkpoint's manifest; every rank learns which files are held where. The files of the others
+                    checkpoint's manifest; every rank learns where copies are. Files without a verified copy
                     are verified in the run's directory (`damage.find_damage_collective`)
 opened  all ranks   serve their copies to other nodes while an engine reads
 """
@@ -42,12 +42,12 @@ class _VerifiedCopies:
 
 
 class RestartFiles:
-    """Finds and opens the files of a restart. With a folder in memory, its construction is collective.
+    """Finds and opens the files of a restart. If `memory` is a folder, the constructor is collective.
 
     Args:
-        memory: folder of the run in this node's memory; None to read from the run's directory alone.
+        memory: folder of the run in this node's memory; None to read only from the run's directory.
         master: host of rank 0.
-        port: port of the rendezvous on `master`; 0 without a rendezvous.
+        port: port of the rendezvous on `master`; 0 if there is no rendezvous.
         warn: called with warnings for people, on every rank.
         on_progress: called while copies are read.
 
@@ -79,9 +79,9 @@ class RestartFiles:
         return len(self._here)
 
     def find(self, path: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-        """The files of a checkpoint of which some node has a verified copy. Collective.
+        """Returns the files of a checkpoint that have a verified copy on some node. Collective.
 
-        A copy that is damaged is removed with a warning.
+        A damaged copy is removed with a warning.
 
         Args:
             path: directory of the checkpoint.
@@ -115,15 +115,15 @@ class RestartFiles:
         return here | elsewhere.keys()
 
     def chosen(self, step: int | None) -> None:
-        """Removes the copies of all checkpoints but the resumed one. To be called after `find`, on all ranks."""
+        """Removes the copies of all checkpoints but the resumed one. Must be called after `find`, on all ranks."""
         if self._memory is not None and self._rank == self._here[0]:
             self._memory.keep_only(step)
 
     @contextmanager
     def opened(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[ShardFiles]:
-        """Opens the files of a checkpoint, from the copies that `find` has verified where there are some. Collective.
+        """Opens the files of a checkpoint, preferring copies that `find` has verified. Collective.
 
-        Every rank has to have read what it needs before any leaves the block (`named_state.read` is collective).
+        No rank may leave the block before all ranks have read their data (`named_state.read` is collective).
 
         Args:
             path: directory of the checkpoint.
@@ -140,7 +140,7 @@ class RestartFiles:
             yield ShardFiles(path, copies, files=files, reads=self.reads, warn=self._warn)
 
     def report(self) -> tuple[dict[str, int], list[str]]:
-        """Bytes that all ranks have read since the last call, by source, and their warnings. Collective."""
+        """Returns the bytes that all ranks have read since the last call, by source, and their warnings. Collective."""
         everyone = _gathered((self.reads.values(), self._warnings))
         self._warnings = []
         self.reads.clear()

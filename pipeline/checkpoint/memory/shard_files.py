@@ -34,7 +34,7 @@ class ReadBytes:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, source: str, nbytes: int) -> None:
-        """Counts bytes of a source (the name of an attribute). Thread-safe."""
+        """Counts bytes read from a source, given as the name of an attribute. Thread-safe."""
         with self._lock:
             setattr(self, source, getattr(self, source) + nbytes)
 
@@ -43,7 +43,7 @@ class ReadBytes:
         self.memory = self.other_nodes = self.run_dir = 0
 
     def values(self) -> dict[str, int]:
-        """The counts: source -> bytes."""
+        """Returns the counts: source -> bytes."""
         return {"memory": self.memory, "other_nodes": self.other_nodes, "run_dir": self.run_dir}
 
 
@@ -107,9 +107,9 @@ class ShardFiles:
     Args:
         directory: directory of the checkpoint.
         copies: file name -> source of its verified copy.
-        files: file name -> its entry in the manifest, to verify a file whose copy fails.
+        files: file name -> its entry in the manifest, to verify the file when its copy fails.
         reads: counter of the bytes read.
-        warn: called with a line for people about a copy that fails.
+        warn: function called with a message when a copy fails.
     """
 
     def __init__(
@@ -128,18 +128,18 @@ class ShardFiles:
     def read(
         self, file: str, begin: int, length: int, parse: Callable[[IO[bytes], str], T], *, nbytes: int | None = None
     ) -> T:
-        """Reads and parses a part of a file; from the directory if its copy cannot be read or parsed.
+        """Reads and parses a part of a file, from the directory if the copy cannot be read or parsed.
 
         Args:
             file: name of the file.
             begin: first byte.
             length: number of bytes.
             parse: returns the value, given the opened bytes and the file's name.
-            nbytes: number of the bytes that `parse` reads, for the count; all of them when None.
+            nbytes: number of bytes that `parse` reads, for the count; `length` when None.
 
         Raises:
             OSError: the file cannot be read.
-            CheckpointError: from `parse`; or the file is not what the manifest says.
+            CheckpointError: `parse` raised it, or the file differs from the manifest.
         """
         copy = self._copies.get(file)
         if copy is not None:

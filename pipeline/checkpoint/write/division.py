@@ -1,6 +1,6 @@
-"""Divides the shards of all ranks among them: of replicas one rank writes one, and every rank about as many bytes.
+"""Divides the shards of all ranks among them: each replica is written once, and each rank writes about equal bytes.
 
-On rank 0, with arrays alone: the time for a million shards is a second or two.
+Runs on rank 0, on arrays only: a million shards take a second or two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Division:
     Attributes:
         table: every shard of the checkpoint once.
         writer: int64 [N], the rank that writes each row of `table`.
-        local_row: int64 [N], the row of that rank's own table.
+        local_row: int64 [N], index of the row in the writer's own table.
         ranks: number of ranks.
     """
 
@@ -44,7 +44,7 @@ class Division:
         return np.searchsorted(self.writer[self.file_order], np.arange(self.ranks + 1))
 
     def written_by(self, rank: int) -> Ints:
-        """The rows of `table` that a rank writes, in the order in which it writes them."""
+        """Returns the rows of `table` that a rank writes, in the order in which it writes them."""
         return self.file_order[self.borders[rank] : self.borders[rank + 1]]
 
 
@@ -55,7 +55,7 @@ def divide(tables: Sequence[ShardTable]) -> Division:
         tables: shard table of each rank.
 
     Raises:
-        CheckpointError: ranks disagree about a tensor, or their shards do not cover one exactly once.
+        CheckpointError: ranks disagree about a tensor, or their shards do not cover a tensor exactly once.
     """
     tensors, numbers = _all_tensors(tables)
     counts = np.array([len(table) for table in tables])
@@ -79,7 +79,7 @@ def _raise_first(problems: Iterator[tuple[str, str]]) -> None:
 
 
 def _all_tensors(tables: Sequence[ShardTable]) -> tuple[tuple[StoredTensor, ...], list[Ints]]:
-    """The tensors of all ranks, in the order in which they first appear, and for each rank the numbers of its own."""
+    """Returns the tensors of all ranks, in order of first appearance, and for each rank the indices of its own."""
     number: dict[str, int] = {}
     found: list[StoredTensor] = []
     seen: dict[int, Ints] = {}
@@ -96,7 +96,7 @@ def _all_tensors(tables: Sequence[ShardTable]) -> tuple[tuple[StoredTensor, ...]
 
 
 def _joined(tensors: tuple[StoredTensor, ...], tables: Sequence[ShardTable], numbers: Sequence[Ints]) -> ShardTable:
-    """All rows of all ranks, rank after rank: not in the order of the tensors."""
+    """Concatenates the rows of all ranks, in the order of the ranks, not of the tensors."""
     dims = most_dims(tensors)
     offsets = np.concatenate([_widened(table.offsets, dims, 0) for table in tables])
     sizes = np.concatenate([_widened(table.sizes, dims, 1) for table in tables])
@@ -109,9 +109,9 @@ def _widened(values: Ints, dims: int, fill: int) -> Ints:
 
 
 def _corners(rows: ShardTable) -> tuple[Ints, Ints]:
-    """int64 [N] each: flat index of the first and of the last element of every row, with all tensors end to end.
+    """Returns flat indices of the first and last element of every row, int64 [N] each, with all tensors concatenated.
 
-    The two determine the rectangle of a row that lies inside its tensor, and are in the order of the tensors.
+    The two determine the rectangle of a row that lies inside its tensor, and sort rows in the order of the tensors.
     """
     shapes = np.maximum(rows.shapes, 1)
     strides = np.concatenate(
@@ -124,11 +124,11 @@ def _corners(rows: ShardTable) -> tuple[Ints, Ints]:
 
 
 def _balanced(starts: Ints, rank: Ints, row_bytes: Ints, *, ranks: int) -> Ints:
-    """Row to write of every group of replicas, int64 [groups]: the rank with the fewest bytes so far is chosen.
+    """Chooses a row to write per group of replicas, int64 [groups]: that of the rank with the fewest bytes so far.
 
     Args:
         starts: first row of every group.
-        rank: int64 [N], rank of every row; increases within a group.
+        rank: int64 [N], rank of every row, increasing within a group.
         row_bytes: int64 [N], bytes of every row.
         ranks: number of ranks.
     """
@@ -150,7 +150,7 @@ def _balanced(starts: Ints, rank: Ints, row_bytes: Ints, *, ranks: int) -> Ints:
 
 
 def _of_the_same_ranks(groups: Ints, starts: Ints, copies: Ints, rank: Ints, row_bytes: Ints) -> list[Ints]:
-    """Sets of groups that the same ranks have, the largest group first; arguments as in `_balanced`."""
+    """Collects the groups that the same ranks have, the largest group first; arguments as in `_balanced`."""
     if not len(groups):
         return []
     holders = np.add.reduceat(mixed(rank, 0), starts)  # a hash of the ranks of every group

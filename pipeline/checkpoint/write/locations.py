@@ -1,7 +1,7 @@
-"""Locations of the shards in the files, sent by each rank to rank 0 only if they differ from the save before.
+"""Locations of the shards in the files, sent by each rank to rank 0 only if they differ from the previous save.
 
-The file of a rank has the same shards in the same order at every save of a plan, so their places stay the same: then
-rank 0 writes the metadata of the save before.
+The file of a rank has the same shards in the same order at every save of a plan. If all places stay the same, rank 0
+writes the metadata of the previous save again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Locations:
 
     Attributes:
         file: name of the rank's file; None if it has none.
-        places: int64 [shards, 2], first byte and number of bytes of each, in the order of the rank's plan.
+        places: int64 [shards, 2], first byte and number of bytes of each shard, in the order of the rank's plan.
     """
 
     file: str | None
@@ -37,7 +37,7 @@ class Locations:
 
 
 class MetadataWriter:
-    """The metadata of a plan's checkpoints, on rank 0: encoded again only when a location has changed.
+    """Metadata of a plan's checkpoints, on rank 0; it is encoded again only if a location has changed.
 
     Args:
         division: division of the plan.
@@ -49,13 +49,13 @@ class MetadataWriter:
         self._encoded: bytes | None = None
 
     def update(self, changed: Mapping[int, Locations]) -> None:
-        """Updates the locations of the ranks in which they have changed."""
+        """Updates the locations of the ranks whose locations have changed."""
         if changed:
             self._known |= changed
             self._encoded = None
 
     def encoded(self) -> bytes:
-        """The contents of the metadata file.
+        """Returns the contents of the metadata file.
 
         Raises:
             CheckpointError: a rank's locations are not known.
@@ -65,7 +65,7 @@ class MetadataWriter:
         return self._encoded
 
     def metadata(self) -> CheckpointMetadata:
-        """The metadata.
+        """Returns the metadata.
 
         Raises:
             CheckpointError: a rank's locations are not known.

@@ -1,6 +1,6 @@
-"""Write plan: which rank writes which shards. Made once; made again when the layout of a rank's state has changed.
+"""Write plan: which rank writes which shards. It is made once, and again when the layout of a rank's state has changed.
 
-Replicas, which several ranks have, are divided among these ranks, and each rank copies and writes only its own share.
+Replicas are divided among the ranks that have them; each rank copies and writes only its own share.
 
     every save          every rank sends rank 0 two checksums of its shard table: one for names, one for rows
     a checksum is new   rank 0 asks one rank for each table that it has not seen, and divides the shards of all ranks
@@ -51,7 +51,7 @@ class WritePlan:
     division: Division | None
 
     def value_lookup(self, state: State) -> Callable[[WriteItem], Tensor]:
-        """A function that returns the values of an item of the plan from a state."""
+        """Returns a function that looks up the values of a plan's item in a state."""
         return lambda item: part_at(state[item.index.fqn], tuple(item.index.offset or ()))
 
 
@@ -104,7 +104,7 @@ class Planner:
 
 
 class Coordinator:
-    """Shard tables of all ranks, kept on rank 0 by checksum: each is sent once."""
+    """Shard tables of all ranks, stored on rank 0 by checksum, so that equal tables are sent once."""
 
     def __init__(self) -> None:
         self.division: Division | None = None
@@ -113,7 +113,7 @@ class Coordinator:
         self._tables: dict[Digests, ShardTable] = {}
 
     def missing(self, offered: Sequence[Digests]) -> list[tuple[bool, bool] | None]:
-        """Decides for every rank whether it sends its names and its rows; None for all if nothing has changed.
+        """Decides for every rank whether it sends its names, and whether its rows; None for all if nothing has changed.
 
         Args:
             offered: the checksums of every rank's table.
@@ -130,10 +130,10 @@ class Coordinator:
         return asked
 
     def divide(self, sent: Sequence[tuple[bytes | None, bytes | None]]) -> list[Any]:
-        """Divides the shards; returns per rank the rows of its table to write, in order, or an error message.
+        """Divides the shards; returns for each rank the rows of its table to write, in order, or an error message.
 
         Args:
-            sent: per rank the encoded names and rows that `missing` has asked for; None for parts not asked for.
+            sent: for each rank the encoded names and rows that `missing` requested; None for others.
         """
         for digests, (names, rows) in zip(self._offered, sent, strict=True):
             if names is not None:
@@ -160,7 +160,7 @@ def make_write_plan(state: State) -> WritePlan:
 
 
 def write_items(table: ShardTable, rows: Ints) -> tuple[WriteItem, ...]:
-    """Rows of a rank's table as items of torch's `FileSystemWriter`."""
+    """Converts rows of a rank's table to items for torch's `FileSystemWriter`."""
     owners, offsets, sizes = (each[rows].tolist() for each in (table.tensor_of_row, table.offsets, table.sizes))
     properties = {each.dtype: TensorProperties(dtype=each.dtype) for each in table.tensors}
     items: list[WriteItem] = []

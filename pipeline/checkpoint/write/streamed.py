@@ -1,4 +1,4 @@
-"""Writes tensors that are read one by one, in one process, within the memory of the largest."""
+"""Writes tensors that are read one by one, in one process, with memory for the largest tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.checkpoint.write.write_shards import write_shards
 from pipeline.models.construction.rectangle import Rectangle
 
 Progress = Callable[[int, int], None]
-"""Callback that takes (bytes written, all bytes)."""
+"""Callback that takes (bytes written, total bytes)."""
 _SHARD_BYTES = 64 << 20
 """Largest shard in bytes: a rank that needs a part of a shard may read all of it."""
 
@@ -30,7 +30,7 @@ class LazyTensor:
     Attributes:
         shape: shape of the whole tensor.
         dtype: dtype of the tensor that `read` returns.
-        read: returns the tensor.
+        read: function that returns the tensor.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class LazyTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
-        """The tensor converted to another dtype when it is read."""
+        """Returns the tensor converted to another dtype when it is read."""
         return self if dtype == self.dtype else LazyTensor(self.shape, dtype, lambda: self.read().to(dtype))
 
 
@@ -74,7 +74,7 @@ def write_streamed(
 
 
 class _Reader:
-    """Returns the values of a shard; a tensor with several consecutive shards is read once."""
+    """Reader of shards' values; a tensor with several consecutive shards is read once."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], progress: Progress) -> None:
         self._tensors, self._progress = tensors, progress
@@ -84,7 +84,7 @@ class _Reader:
     def __call__(self, item: WriteItem) -> Tensor:
         key = item.index.fqn
         if key != self._key:
-            self._value = torch.empty(0)  # the one before is freed first: two large ones might not fit
+            self._value = torch.empty(0)  # the previous tensor is freed first: two large ones might not fit
             self._key, self._value = key, self._tensors[key].read()
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
@@ -95,7 +95,7 @@ class _Reader:
 
 
 def _in_rows(tensor: LazyTensor) -> NamedShard:
-    """A tensor as shards of some rows each, without values."""
+    """Divides a tensor into shards of some rows each, without values."""
     shape = tensor.shape
     whole = torch.empty(shape, dtype=tensor.dtype, device="meta")
     made = NamedShard(shape, start=0, values=whole.view(-1))

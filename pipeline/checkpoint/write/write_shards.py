@@ -1,6 +1,6 @@
-"""Writes one rank's checkpoint file without communication: shards are written, flushed, and checksummed on the way.
+"""Writes and flushes one rank's checkpoint file without communication, and computes its checksum meanwhile.
 
-The files are those of torch.distributed.checkpoint (`FileSystemWriter`); its reader reads them (`torch_reader`).
+The files have the format of torch.distributed.checkpoint (`FileSystemWriter`), for its reader (`torch_reader`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class WrittenShards:
     """Locations and checksums of the shards that a rank has written.
 
     Attributes:
-        locations: locations of its shards; None in a message to rank 0 if they equal those of the save before.
+        locations: locations of the rank's shards; None in a message to rank 0 if they equal the previous save's.
         sha256: file name -> checksum.
-        not_copied: why this file, or the one of the save before, has no copy in memory; None if it has or needs none.
+        not_copied: reason why this or the previous save's file has no copy in memory; None if it has or needs none.
     """
 
     locations: Locations | None
@@ -62,7 +62,7 @@ def write_shards(plan: WritePlan, lookup: Callable[[WriteItem], Tensor], directo
     writer.set_up_storage_writer(plan.rank == 0)
     items = writer.prepare_global_plan([SavePlan([])] * plan.rank + [SavePlan(list(plan.items))])[-1]
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # takes three times as long as SHA-256, and detects less
+    torch.serialization.set_crc32_options(False)  # CRC-32 takes three times as long as SHA-256, and detects less
     try:
         results: list[WriteResult] = writer.write_data(items, cast("Any", _ValuePlanner(lookup))).value()
     finally:
@@ -79,7 +79,7 @@ def _locations(plan: WritePlan, results: Sequence[WriteResult]) -> Locations:
 
 
 def _wait_for_directory(directory: Path) -> None:
-    """Waits for the directory that rank 0 has made: a network file system may show it here a moment later."""
+    """Waits for the directory that rank 0 has made, which a network file system may show here a moment later."""
     deadline = time.monotonic() + _DIRECTORY_S
     while not directory.is_dir():
         if time.monotonic() > deadline:
@@ -90,10 +90,10 @@ def _wait_for_directory(directory: Path) -> None:
 
 
 def write_metadata(encoded: bytes, directory: Path) -> str:
-    """Writes and flushes the metadata that locates every shard; on rank 0, when all ranks have written.
+    """Writes and flushes the metadata that locates every shard; runs on rank 0 when all ranks have written.
 
     Returns:
-        Its SHA-256.
+        SHA-256 of the metadata.
     """
     with (directory / METADATA).open("wb") as file:
         file.write(encoded)
@@ -120,7 +120,7 @@ class _ValuePlanner:
 
 
 class _ChecksummedFiles(FileSystem):
-    """Computes the checksum of every file while it is written: it need not be read again."""
+    """Computes the checksum of every file while it is written, so that no file is read again."""
 
     def __init__(self) -> None:
         self.sha256: dict[str, str] = {}
@@ -138,7 +138,7 @@ class _ChecksummedFiles(FileSystem):
 class _ChecksummedStream:
     """An append-only file. After an error nothing more is written, and the error is stored.
 
-    If it were raised at once it would be lost: torch's zip writer goes on to write its footer, and raises that error.
+    An error raised at once would be lost: torch's zip writer goes on to write its footer, and raises that error.
     """
 
     def __init__(self, file: io.FileIO) -> None:

@@ -1,5 +1,5 @@
 """Keeps a run going on several hosts: one agent per host starts its ranks, and any of them can take the lead.
 
-There is no host that the others need: each agent writes one small file that all of them read, and the first that is
-alive decides.
+No single host is required: each agent writes one small file that all of them read, and the first agent that is alive
+decides.
 """

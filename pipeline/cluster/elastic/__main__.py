@@ -159,7 +159,7 @@ def _slurm_job(args: argparse.Namespace, wanted: int, commands: Commands) -> Slu
 
 
 def _join_command(args: argparse.Namespace) -> list[str]:
-    """The command line that starts a guest's agent with this agent's options; its script adds the address."""
+    """Builds the command line of a guest's agent, with this agent's options; the guest's script adds the address."""
     options: list[str] = []
     for name, value in vars(args).items():
         if name not in _OWN and value is not None and value is not False:
@@ -182,12 +182,8 @@ def _write(output: Path | None, text: str) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(guarded(partial(main, None)))
-
-
 def ranks_config(arguments: Sequence[str]) -> Config | None:
-    """The config that the arguments of the ranks name; None where it is refused, which the ranks report.
+    """Loads the config that the ranks' arguments name; None where it is refused: the ranks report why.
 
     Args:
         arguments: --config and --set.
@@ -202,12 +198,12 @@ def ranks_config(arguments: Sequence[str]) -> Config | None:
 
 @contextmanager
 def kept_while_here(section: RunSection | None) -> Iterator[None]:
-    """Keeps the copies for the starts of this job; removes them when the agent leaves it. No torch.
+    """Keeps checkpoint copies in memory between the starts of this job; removes them when the agent ends. No torch.
 
-    An agent that is killed leaves them: the next one on this node, or the next start of the run, uses or removes them.
+    A killed agent leaves the copies: the next agent on this node, or the next start of the run, uses or removes them.
 
     Args:
-        section: `run` of the ranks' config; None where that is refused.
+        section: section `run` of the ranks' config; None where the config is refused.
     """
     memory = _folder(section)
     with ExitStack() as stack:
@@ -219,7 +215,11 @@ def kept_while_here(section: RunSection | None) -> Iterator[None]:
 
 
 def _folder(section: RunSection | None) -> MemoryFolder | None:
-    """The run's folder; None where the config names none, or is refused."""
+    """Returns the run's folder of memory copies; None where the config names none, or is refused."""
     if section is None or section.in_memory_checkpoints is None:
         return None
     return MemoryFolder.of(section.in_memory_checkpoints, section.local_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(partial(main, None)))

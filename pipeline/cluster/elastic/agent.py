@@ -29,7 +29,7 @@ _ALONE_S = 60.0
 
 @dataclass
 class Agent:
-    """One node's agent, which runs until the job ends. Has one thread: a node whose file system hangs counts as dead.
+    """One node's agent, which runs until the job ends. One thread: a node whose file system hangs counts as dead.
 
     Args:
         node: name of this node.
@@ -39,11 +39,11 @@ class Agent:
         join_s: seconds to wait for all nodes; the run then starts with the nodes that have come.
         say: prints a line of the leader for people.
         slurm: the batch system; None where something else has started the agents.
-        guest: whether this node belongs to another job than the run's own.
+        guest: whether this node belongs to a job other than the run's own.
         script: whether the job's batch script is on this node.
-        warm: processes that wait with a rank's imports done; None for none.
-        check_nodes: makes the checks of this node together with others (node -> address, and the version of the plan
-            that asks for them); it has to call `tick` meanwhile.
+        warm: waiting processes that have done a rank's imports; None without them.
+        check_nodes: checks this node together with others; gets node -> address and the version of the plan that asks
+            for the checks. It has to call `tick` meanwhile.
     """
 
     node: str
@@ -73,7 +73,7 @@ class Agent:
         self._host_seen, self._alive_at_end = self._began, {self.node: self._state}
 
     def run(self) -> RanksPlan:
-        """Follows and leads until there is an outcome; returns the last plan."""
+        """Follows plans or leads until the job has an outcome; returns the last plan."""
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stopped)
         try:
@@ -92,7 +92,7 @@ class Agent:
         return self._state.plan
 
     def tick(self) -> None:
-        """Keeps this node's file fresh; to be called at least every few seconds."""
+        """Keeps this node's file fresh; call it at least every few seconds."""
         if time.monotonic() - self._written >= max(_BEAT_S, _PER_NODE_S * len(self.files.nodes)):
             self._change()
 
@@ -125,14 +125,14 @@ class Agent:
         for node in self.files.nodes:
             if node != self.node:
                 others[node] = self.files.read(node)
-                self.tick()  # a look at a thousand files takes seconds
+                self.tick()  # reading a thousand files takes seconds
         self._led = time.monotonic()
         if any(map(self.files.unknown, others)):
-            return None  # this node has just begun to lead, and has not looked at all others long enough
+            return None  # this node has just begun to lead, and has not watched all others long enough
         alive = {self.node: self._state, **{node: state for node, state in others.items() if state is not None}}
         plan, rivals = newest([state.plan for state in alive.values()])
         if plan.version > self._state.plan.version or self.files.failing:
-            return plan  # of another leader; what this one would decide, the others could not read
+            return plan  # another leader's plan, or this node cannot write and its decision would stay unread
         if rivals:
             made: RanksPlan | None = reconciled(self.terms, plan, alive, rivals)
         else:
@@ -172,7 +172,7 @@ class Agent:
         slurm.ask_for(self.terms.wanted - len(usable), guests=guests, excluded=[*plan.excluded, *usable], say=self.say)
 
     def _waited(self, plan: RanksPlan, alive: Mapping[str, NodeState]) -> float:
-        """Seconds since the first exit of a start was seen here."""
+        """Returns the seconds since this node first saw an exit of a start."""
         if not any(alive[node].codes for node in plan.members if node in alive and alive[node].start == plan.start):
             return 0.0
         if self._exit_seen[0] != plan.start:
@@ -193,14 +193,14 @@ class Agent:
             self.say(f"start {plan.start} on {', '.join(plan.members)}{rest}{left} ({plan.reason})")
 
     def _left_alone(self) -> bool:
-        """Whether no node of the run's own job has been alive for some time."""
+        """Tells whether no node of the run's own job has been alive for some time."""
         states = (self.files.read(node) for node in self.files.nodes if node != self.node)
         if any(state is not None and not state.guest for state in states):
             self._host_seen = time.monotonic()
         return time.monotonic() - self._host_seen > _ALONE_S
 
     def _stopped_by_hand(self, made: RanksPlan) -> RanksPlan:
-        """Ends the job after a SIGTERM that Slurm did not send: its sender wants no other start."""
+        """Ends the job after a SIGTERM that Slurm did not send: its sender wants no restart."""
         slurm = self.slurm if self._terminated and made.outcome == EXIT_REQUEUE else None
         if slurm is None or slurm.after_sigterm() != "runs":
             return made
@@ -219,7 +219,7 @@ class Agent:
         self.files.add(plan.guests)
         starts = plan.start > self._state.plan.start
         if (starts or plan.checking) and self._ranks is not None:
-            self._change(plan=plan)  # the others end theirs at the same time
+            self._change(plan=plan)  # the other nodes end their ranks at the same time
             self._ranks.end(tick=self.tick)
             self._ranks = None
         self._change(plan=plan)
@@ -237,7 +237,7 @@ class Agent:
             self._ranks.send(self._stop or signal.SIGUSR1)
 
     def _wait_for_readers(self) -> None:
-        """Keeps this node's file until all know the outcome: the leader looks at the others, they look at it."""
+        """Keeps this node's file until all nodes know the outcome: leader and followers read each other's files."""
         deadline, untold = time.monotonic() + _LINGER_S, [node for node in self.files.nodes if node != self.node]
         while time.monotonic() < deadline:
             self.tick()
@@ -269,6 +269,6 @@ class Agent:
         failing = self.files.failing
         try:
             self.files.write(self._state)
-        except OSError as error:  # a full disk, a file system that fails for a moment: the next look writes again
+        except OSError as error:  # a full disk or a brief failure of the file system: the next tick writes again
             if not failing:
                 self.say(f"{self.node} cannot write its heartbeat ({error}): it takes no node for dead until it can")

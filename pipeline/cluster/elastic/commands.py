@@ -24,11 +24,11 @@ class Commands:
     def run(
         self, command: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = float("inf")
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end; one that does not exist, or exceeds the timeout, counts as failed with code 1.
+        """Runs a command to its end; a missing command or one that exceeds the timeout counts as failed with code 1.
 
         Args:
             command: command line, which gets no standard input.
-            environ: environment variables; None for those of this process.
+            environ: environment variables; None for this process's own.
             timeout_s: seconds after which it is killed.
         """
         deadline, pipe, none = time.monotonic() + timeout_s, subprocess.PIPE, subprocess.DEVNULL

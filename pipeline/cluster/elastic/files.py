@@ -1,11 +1,11 @@
 """The state files of the agents: one small file per node, in a directory that all nodes share.
 
-Each file has one writer, which replaces it about once a second. A reader takes a node for alive once it has seen its
-count change, and for dead when it has not changed for some time by the reader's own clock: clocks need not agree, and
-files of an earlier job say nothing. The silence of others counts only while this node's own file could be written: on a
-full disk all fall silent, and none is dead. A file is opened anew for every look, since NFS asks the server then
-(close-to-open consistency). No directory is listed, but for that of the guests.
-A plan names every node: it is a file of its own, written once, and the nodes' files have its name.
+Each file has one writer, which replaces it about once a second. A reader takes a node for alive once it has seen the
+node's count change, and for dead when the count has not changed for some time by the reader's own clock. So clocks need
+not agree, and files of an earlier job do not count. The silence of others counts only while this node can write its own
+file: on a full disk all fall silent, and none is dead. Every read opens the file anew, since NFS asks the server only
+then (close-to-open consistency). The only directory that is listed is the guests'. A plan, which names every node, is a
+file of its own, written once; the nodes' files refer to it by name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from foundation.directory import write_text
 DEAD_S = 20.0
 """Seconds without a new count after which a node is dead."""
 _KEPT_PLANS = 16
-"""Plans that are kept in memory: nodes are at most some plans apart."""
+"""Number of plans kept in memory: nodes are at most a few plans apart."""
 
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """A plan of which nodes run the ranks, since when and why; made by the leader, and adopted by the others.
+    """A plan of the leader, adopted by the others: which nodes run the ranks, since when and why.
 
     Attributes:
         version: number of the plan among those of a job.
@@ -36,14 +36,14 @@ class RanksPlan:
         address: address of the first member.
         port: port of the rendezvous.
         reason: why the plan was made, for the log.
-        outcome: exit code of the job, once it is to end.
-        growing: whether the ranks are to save and to end, so that more nodes can take part.
-        restarts: starts after a loss since the newest checkpoint.
+        outcome: exit code of the job; None until it is to end.
+        growing: whether the ranks are to save and end to let more nodes take part.
+        restarts: number of starts after a loss, since the newest checkpoint.
         step: step of the newest checkpoint when the plan was made.
         faults: node -> number of faults that began there.
         excluded: node -> why it gets no ranks any more.
         guests: node -> address, for nodes that came from other jobs.
-        short: whether the outcome is for want of nodes.
+        short: whether the job ends because it lacks nodes.
         checking: whether the members are to check each other before the next start.
         leader: node that made the plan.
     """
@@ -76,13 +76,13 @@ class NodeState:
         plan: newest plan that the agent knows.
         start: number of the start of its ranks; 0 without ranks.
         running: whether ranks of that start run.
-        codes: rank -> exit code of the ranks that have ended, in the order of their ends; negative for a signal.
-        error: error of the first rank that failed; empty where none has.
+        codes: rank -> exit code of the ranks that have ended, in the order in which they ended; negative for a signal.
+        error: error of the first rank that failed; empty where no rank has failed.
         stop: whether the node was asked to stop the run.
-        guest: whether it belongs to another job than the run's own (`slurm/join.sbatch`).
+        guest: whether it belongs to a job other than the run's own (`slurm/join.sbatch`).
         script: whether the batch script of the run's job is on this node.
         checked: version of the last plan whose checks this node has made.
-        known: whether all nodes know how the job ends, so that none waits for another any more; the leader tells.
+        known: whether all nodes know the outcome and none need wait any more; set by the leader.
     """
 
     node: str
@@ -100,7 +100,7 @@ class NodeState:
 
 
 class StateFiles:
-    """The files of all nodes, seen from one.
+    """The state files of all nodes, as one node reads and writes them.
 
     Args:
         directory: directory on a file system that all nodes share; made if need be.
@@ -125,7 +125,7 @@ class StateFiles:
         """Replaces this node's file.
 
         Raises:
-            OSError: the file cannot be written; the others' silence does not count until it can (`_now`).
+            OSError: the file cannot be written; the others' silence does not count until it can be written (`_now`).
         """
         try:
             self._replace(state)
@@ -136,7 +136,7 @@ class StateFiles:
             self._failed_s, self.failing = time.monotonic() - self._failed_at, False
 
     def _now(self) -> float:
-        """This node's clock, which stands still while its own file cannot be written."""
+        """Reads this node's clock, which stops while its own file cannot be written."""
         return self._failed_at if self.failing else time.monotonic() - self._failed_s
 
     def _replace(self, state: NodeState) -> None:
@@ -154,7 +154,7 @@ class StateFiles:
         write_text(self._guests / self._node, address)
 
     def announced(self) -> dict[str, str]:
-        """Node -> address of all guests so far, from a directory that NFS may show as it was a minute ago."""
+        """Returns node -> address of all guests so far; NFS may show their directory as it was a minute ago."""
         names = sorted(path for path in self._guests.iterdir() if not path.name.startswith("."))
         return {path.name: path.read_text() for path in names}
 
@@ -163,15 +163,15 @@ class StateFiles:
         self.nodes = tuple(dict.fromkeys([*self.nodes, *nodes]))
 
     def read(self, node: str) -> NodeState | None:
-        """The state of a node; None for one that is dead or has not been seen alive yet (see `unknown`).
+        """Returns a node's state; None for a node that is dead or has not been seen alive yet (see `unknown`).
 
-        A file that cannot be read just now counts as unchanged: the node has the rest of its time.
+        A file that cannot be read for the moment counts as unchanged: the node is dead only after `dead_s`.
         """
         self._looked.setdefault(node, self._now())
         before, since = self._heard.get(node, (None, None))
         try:
             state = _read(self._file(node), self._plans)
-        except (OSError, ValueError):  # not there, or on a file system that fails for a moment
+        except (OSError, ValueError):  # missing, or on a file system that fails for a moment
             if before is None:
                 return None
             state = before
@@ -181,12 +181,12 @@ class StateFiles:
         return state if since is not None and self._now() - since <= self._dead_s else None
 
     def unknown(self, node: str) -> bool:
-        """Whether a node has been watched for too short a time to tell whether it is alive."""
+        """Tells whether a node has been watched too briefly to know whether it is alive."""
         _, since = self._heard.get(node, (None, None))
         return since is None and self._now() - self._looked.get(node, self._now()) < self._dead_s / 2
 
     def leader(self) -> NodeState | None:
-        """The state of the first node that is alive, or may be; None where this one leads."""
+        """Returns the state of the first node that is alive or may be; None where this node leads."""
         for node in self.nodes[: self.nodes.index(self._node)]:
             state = self.read(node)
             if state is not None or self.unknown(node):
@@ -198,7 +198,7 @@ class StateFiles:
 
 
 def read_state(path: Path) -> NodeState:
-    """Reads a node's file, for programs that are no agents.
+    """Reads a node's state file, for programs other than agents.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the file is being replaced, or is not an agent's.
@@ -207,14 +207,14 @@ def read_state(path: Path) -> NodeState:
 
 
 class _PlanFiles:
-    """Plans by name: one file each, read and written once."""
+    """Plans by name, one file each; each file is written once and read once."""
 
     def __init__(self, directory: Path, node: str) -> None:
         self._directory, self._prefix = directory / "plans", f"{node}-{secrets.token_hex(4)}"
         self._known, self._made = {"": RanksPlan()}, 0
 
     def name_of(self, plan: RanksPlan) -> str:
-        """The name of a plan; a plan that is not known from a file is written to a new one."""
+        """Returns the name of a plan; writes a plan that has no file yet to a new one."""
         for name, known in self._known.items():
             if known == plan:
                 return name
@@ -225,7 +225,7 @@ class _PlanFiles:
         return self._remember(name, plan)
 
     def plan(self, name: str) -> RanksPlan:
-        """The plan of a name."""
+        """Returns the plan with this name."""
         if name not in self._known:
             found = json.loads(self._path(name).read_text())
             self._remember(name, RanksPlan(**{**found, "members": tuple(found["members"])}))

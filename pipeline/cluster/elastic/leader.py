@@ -1,6 +1,6 @@
 """The leader's decisions: which nodes run the ranks next, or how the job ends. No processes, no clocks.
 
-All that a leader has to remember is in its plan, which every node keeps, so that the next leader goes on from there.
+The plan holds all that a leader has to remember. Every node keeps it, and the next leader goes on from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from foundation.errors import EXIT_LOST, EXIT_REQUEUE, EXIT_USAGE
 from pipeline.cluster.elastic.files import NodeState, RanksPlan
 from pipeline.cluster.elastic.verdict import Verdict, verdict
 
-_FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux takes ports at random
+_FIRST_PORT, _PORTS = 10000, 20000  # below 32768, where Linux's ephemeral ports begin
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,21 @@ class Terms:
 
     Attributes:
         addresses: node -> address of the nodes of the job, in order.
-        least: fewest nodes that the run may go on with.
+        least: smallest number of nodes with which the run may go on.
         restarts: largest number of restarts after losses without a new checkpoint in between.
         job: a number that differs between jobs on one machine.
         refusal: returns why the run has no layout for a number of nodes; None when it has one.
         step: reads the step of the newest checkpoint.
-        wanted: nodes that the run should have; with fewer, it waits for more where these have no layout.
-        left_out: returns node -> why it gets no ranks in this run, from earlier starts.
+        wanted: number of nodes that the run should have; with fewer nodes, it waits for more if there is no layout for
+            their number.
+        left_out: returns node -> why earlier starts have excluded it from this run.
         note_fault: records a node and the fault that began on it, for later starts.
         note_silent: records the plan of a start, with the step of the newest checkpoint, and its nodes that do not
-            answer, before the ranks on the others are ended.
+            answer; called before the ranks on the other nodes are ended.
         faults: number of faults on a node after which it gets no ranks any more.
-        checks: whether the nodes check each other before the first start, and after a loss that names none of them.
-        bad: returns node -> its problems, by the checks that the plan of a version asked for.
+        checks: whether the nodes check each other before the first start, and after a loss that cannot be blamed on one
+            of them.
+        bad: takes the version of the plan that asked for checks; returns node -> its problems.
     """
 
     addresses: Mapping[str, str]
@@ -53,7 +55,7 @@ class Terms:
 
 
 def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> RanksPlan:
-    """The first plan: a start, or the checks before it.
+    """Makes the first plan: a start, or the checks before it.
 
     Args:
         terms: limits and callbacks of the job.
@@ -67,7 +69,7 @@ def first_plan(terms: Terms, alive: Mapping[str, NodeState]) -> RanksPlan:
 
 
 def next_plan(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], *, waited_s: float) -> RanksPlan | None:
-    """The next plan; None while there is nothing to decide.
+    """Makes the next plan; None while there is nothing to decide.
 
     Args:
         terms: limits and callbacks of the job.
@@ -102,7 +104,7 @@ def _after_verdict(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]
 
 
 def _after_checks(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> RanksPlan | None:
-    """A start without the nodes that the checks found bad, once all nodes have made the checks."""
+    """Plans a start without the nodes that the checks found bad, once all nodes have made the checks."""
     if any(state.stop for state in alive.values()) and plan.start == 0:
         return _next(plan, checking=False, outcome=EXIT_REQUEUE, reason="stopped before the start")
     if any(alive[node].checked < plan.version for node in plan.members if node in alive):
@@ -119,10 +121,10 @@ def _after_checks(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState])
 
 
 def newest(plans: Sequence[RanksPlan]) -> tuple[RanksPlan, tuple[str, ...]]:
-    """The newest plan of all nodes, and the leaders of different plans of its version: none where there is one plan.
+    """Returns the newest plan of all nodes, and the leaders that made different plans of its version, if any.
 
-    Two nodes that lead at once, each of which takes the other for dead, make such plans. The later name wins, on every
-    node that looks.
+    Two nodes that lead at once, each taking the other for dead, make different plans of one version. Every node then
+    picks the plan of the leader whose name sorts last.
     """
     version = max(plan.version for plan in plans)
     last = sorted((plan for plan in plans if plan.version == version), key=lambda plan: (plan.leader, plan.start))
@@ -131,7 +133,7 @@ def newest(plans: Sequence[RanksPlan]) -> tuple[RanksPlan, tuple[str, ...]]:
 
 
 def reconciled(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], rivals: Sequence[str]) -> RanksPlan:
-    """A start on all living nodes, which replaces plans that several leaders made at once.
+    """Plans a start on all living nodes, which replaces plans that several leaders made at once.
 
     Args:
         terms: limits and callbacks of the job.
@@ -145,7 +147,7 @@ def reconciled(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], ri
 
 
 def welcomed(plan: RanksPlan, announced: Mapping[str, str]) -> RanksPlan | None:
-    """The plan with the announced guests; None where it has them already.
+    """Adds announced guests to the plan; None where the plan has them already.
 
     Args:
         plan: newest plan.
@@ -158,7 +160,7 @@ def welcomed(plan: RanksPlan, announced: Mapping[str, str]) -> RanksPlan | None:
 
 
 def grown(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> RanksPlan | None:
-    """The plan that makes room for nodes without ranks; None where there are none, or no checkpoint is newer."""
+    """Plans to stop the ranks so that idle nodes can join; None without such nodes, or without a newer checkpoint."""
     ready = _ready(terms, plan, alive)
     if plan.growing or len(ready) <= len(plan.members) or terms.step() <= plan.step:
         return None
@@ -168,7 +170,7 @@ def grown(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState]) -> Rank
 
 
 def _after_error(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], found: Verdict) -> RanksPlan:
-    """Restarts without the one node that had an error, once until there is a new checkpoint; else ends the job."""
+    """Restarts without the one node that had an error, at most once per checkpoint; otherwise ends the job."""
     step = terms.step()
     suspected = step <= plan.step and any(why.startswith("error") for why in plan.excluded.values())
     ends = _next(plan, outcome=found.code, reason=found.text or f"exit code {found.code}")
@@ -201,7 +203,7 @@ def _after_loss(
 
 
 def _start(terms: Terms, plan: RanksPlan, alive: Mapping[str, NodeState], reason: str) -> RanksPlan:
-    """A start on as many nodes as there is a layout for; the others are spares."""
+    """Plans a start on as many nodes as have a layout; the others are spares."""
     ready, refusals = _ready(terms, plan, alive), []
     for count in range(len(ready), max(terms.least, 1) - 1, -1):
         refusal = terms.refusal(count)

@@ -25,7 +25,7 @@ class Command:
     Attributes:
         arguments: command line of a rank's process.
         tasks: number of ranks on each node.
-        logs: directory for the output of all ranks but rank 0, and for the errors of all.
+        logs: directory for the output of all ranks but rank 0, and for the errors of all ranks.
         output: file that rank 0 appends to; None for this process's own output.
     """
 
@@ -43,7 +43,7 @@ class LocalRanks:
         command: the command that each rank runs.
         plan: plan that has this node among its members.
         node: name of this node.
-        take: makes a rank of a process that waits with its imports done, if there is one (`WarmRanks.take`).
+        take: turns a waiting process that has done its imports into a rank, if there is one (`WarmRanks.take`).
     """
 
     command: Command
@@ -59,7 +59,7 @@ class LocalRanks:
         self._ranks += [self._start(local) for local in range(self.command.tasks)]
 
     def codes(self) -> dict[int, int]:
-        """Exit codes of the ranks that have ended, in the order in which that was seen."""
+        """Returns the exit codes of the ranks that have ended, in the order in which this node saw them end."""
         for rank in self._ranks:
             if rank.number not in self._codes and rank.process.poll() is not None:
                 self._codes[rank.number] = rank.process.returncode
@@ -71,9 +71,9 @@ class LocalRanks:
         return len(self.codes()) < len(self._ranks)
 
     def error(self) -> str:
-        """The first failed rank's cause in one line, and below it the rank's report or the end of its output.
+        """Returns the cause of the first failed rank in one line; below it the rank's report or the end of its output.
 
-        Empty where none has failed.
+        Empty where no rank has failed.
         """
         number = next((number for number, code in self.codes().items() if code), None)
         if number is None:
@@ -81,7 +81,7 @@ class LocalRanks:
         [rank], code = [rank for rank in self._ranks if rank.number == number], self._codes[number]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         name, text = f"rank {number} on {self.node} {how}", rank.error_text()
-        cause = f" {cause_of(text)}" if code > 0 else ""  # of one that was killed the output tells none
+        cause = f" {cause_of(text)}" if code > 0 else ""  # the output of a killed rank tells no cause
         return f"{name}:{cause}\n{text}"[:_MOST] if text else name
 
     def send(self, number: signal.Signals) -> None:
@@ -101,7 +101,7 @@ class LocalRanks:
         number = self.plan.members.index(self.node) * self.command.tasks + local
         logs, start = self.command.logs, self.plan.start
         error = logs / f"start-{start}-rank-{number}.error"
-        error.unlink(missing_ok=True)  # an earlier job's
+        error.unlink(missing_ok=True)  # left by an earlier job
         environ = {
             **os.environ,
             AGENT_STARTS: str(start),
@@ -117,9 +117,9 @@ class LocalRanks:
 
 
 def cause_of(text: str) -> str:
-    """The cause in a rank's error or output, in one line: its last error, with the line below that says why.
+    """Finds the cause in a rank's error or output, in one line: its last error, with the line below that says why.
 
-    For an error of another program the line with its name; without any error the last line.
+    For another program's error it is the line with the program's name; without any error, the last line.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     found = [number for number, line in enumerate(lines) if _ERROR.match(line)]

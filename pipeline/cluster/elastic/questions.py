@@ -1,4 +1,4 @@
-"""Questions of an agent about the run, put to other programs in processes of their own: these import torch."""
+"""An agent's questions about the run, answered by other programs in their own processes, which import torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pipeline.config.sections.node_checks import NodeChecksSection
 from pipeline.runtime.faults.report import append_fault_once, silent_hosts_row
 
 _LEAVE_S = 60.0
-"""Seconds for the imports of the checks and their end, beside those of `launch.node_checks.timeout`."""
+"""Seconds for the imports and the end of the checks, on top of `launch.node_checks.timeout`."""
 
 
 @dataclass
 class Questions:
-    """Asks `headrace check` and the checks of nodes.
+    """Asks `headrace check` about layouts, and runs the checks of nodes.
 
     Args:
         arguments: the run's --config and --set.
@@ -52,20 +52,20 @@ class Questions:
         return None
 
     def step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
+        """Reads the step of the newest checkpoint; 0 without a checkpoint."""
         word, _, run_dir = self._check("--progress").stdout.rstrip("\n").partition(" ")
         self._run_dir = Path(run_dir) if run_dir else self._run_dir
         return int(word) if word.isdecimal() else 0
 
     def left_out(self) -> Mapping[str, str]:
-        """Node -> why it is left out, by the list in the run's directory, which `step` has found."""
+        """Returns node -> why it is left out, from the list in the run's directory, which `step` has found."""
         with suppress(DataError, OSError):
             return {} if self._run_dir is None else nodes_left_out(self._run_dir)
         return {}
 
     def note_fault(self, node: str, fault: str) -> None:
-        """Lists a fault in the run's directory, which `step` has found."""
-        with suppress(DataError, OSError):  # the run goes on where its list of faults cannot be written
+        """Lists a fault in the run's directory, which `step` must have found."""
+        with suppress(DataError, OSError):  # the run goes on even if its list of faults cannot be written
             if self._run_dir is not None:
                 add_fault(self._run_dir, node, fault.partition("\n")[0], faults=self.node_checks.faults)
 
@@ -84,7 +84,7 @@ class Questions:
         append_fault_once(self._run_dir, row, token=f"{plan.address}:{plan.port}")
 
     def check_nodes(self, node: str, directory: Path, nodes: Mapping[str, str], number: int) -> None:
-        """Makes the checks of this node together with the others (`python -m pipeline.cluster.node_checks`).
+        """Checks this node together with the others (`python -m pipeline.cluster.node_checks`).
 
         Args:
             node: name of this node.
@@ -96,7 +96,7 @@ class Questions:
         self.commands.run(command, timeout_s=self.node_checks.timeout + _LEAVE_S)
 
     def bad_nodes(self, directory: Path, number: int) -> Mapping[str, str]:
-        """Node -> its problems, by the checks; empty also where the config is refused, as `refusal` says.
+        """Returns node -> its problems, from the checks; empty also for a refused config, which `refusal` reports.
 
         Prints the problems that the checks blame on no node as warnings.
 

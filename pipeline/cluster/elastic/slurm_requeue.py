@@ -1,7 +1,7 @@
-"""The Slurm job of a run: queued again, ended where its batch script is gone, and given nodes to replace lost ones.
+"""Requeues a run's Slurm job, ends it where its batch script is gone, and gets nodes to replace lost ones.
 
-Slurm knows the end of a job by its batch script alone, which lives on the job's first node. slurm/ranks.sh says what a
-start of the script reads and writes.
+To Slurm a job ends with its batch script, which runs on the job's first node. slurm/ranks.sh documents the files that
+each start of the script reads and writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.cluster.elastic.commands import Commands
 from pipeline.cluster.elastic.files import RanksPlan
 
 STARTS_WITHOUT_PROGRESS = 3
-"""Starts of a job from the same checkpoint after which it is held rather than queued."""
+"""Number of starts from one checkpoint after which a job is held rather than queued."""
 _ASK_S, _UPDATE_S, _TIMEOUT_S = 30.0, 15.0, 60.0
 
 Say = Callable[[str], None]
@@ -33,14 +33,15 @@ class SlurmJob:
     """The job of the run, seen from one of the nodes that train.
 
     Args:
-        number: id of the job; ARRAY_ELEMENT for one of an array.
-        batch_host: node of its batch script.
-        records: directory of the run's agents (`.agents`), in which the job's starts are noted.
-        outcome: file that the batch script reads at its end: the exit code, and why.
+        number: id of the job; ARRAY_ELEMENT for an element of an array.
+        batch_host: node on which the batch script runs.
+        records: directory of the run's agents (`.agents`), which has the list of the job's starts.
+        outcome: file with the exit code and the reason, which the batch script reads at its end.
         tasks: number of ranks on each node.
         wanted: number of nodes that the job was submitted for.
         commands: runs Slurm's commands.
-        join: command line of `slurm/join.sbatch` for one more node, without the options of sbatch; empty: ask for none.
+        join: command line of `slurm/join.sbatch` for one more node, without the options of sbatch; empty to ask for no
+            nodes.
     """
 
     number: str
@@ -61,7 +62,7 @@ class SlurmJob:
 
         Args:
             missing: number of nodes that the run lacks.
-            guests: number of nodes of such jobs that take part.
+            guests: number of nodes of these jobs that take part already.
             excluded: names of nodes that are left out, or take part already.
             say: prints a line for people.
         """
@@ -73,18 +74,18 @@ class SlurmJob:
             return  # the controller does not answer just now
         jobs = [line.split() for line in listed.stdout.splitlines()]
         self._note_failed(jobs, say=say)
-        # a dead node looks like an idle one until Slurm takes it out of the job
+        # a dead node looks idle until Slurm takes it out of the job
         avoided = ",".join(sorted({*excluded, *self._failed, *self._nodes()}))
         for number, state, *_ in jobs:
             if state == "PENDING":
                 self._run("scontrol", "update", f"JobId={number}", f"ExcNodeList={avoided}")
         for _ in range(missing - max(0, len(self._joining) - guests)):
             command = ["sbatch", *self._join_options(avoided), *self.join]
-            # of a job that it refuses Slurm keeps a FAILED one, but for a test
+            # Slurm keeps a refused job as FAILED, but not a refused test
             submitted = self._run(*command[:1], "--test-only", *command[1:])
             submitted = submitted if submitted.returncode else self._run(*command)
             if submitted.returncode:
-                if not self._refused:  # perhaps only now, while Slurm knows of no node but those of the job
+                if not self._refused:  # perhaps for now: Slurm may know only the job's own nodes
                     say(f"no node can be asked for yet: {submitted.stderr.strip()}; the run goes on with those it has")
                 self._refused = True
                 return
@@ -93,7 +94,7 @@ class SlurmJob:
             say(f"job {number} is queued for another node")
 
     def _note_failed(self, jobs: Sequence[Sequence[str]], *, say: Say) -> None:
-        """Names each job for another node that has failed since the last look, and avoids its node."""
+        """Reports jobs for other nodes that have failed since the last check, and avoids their nodes."""
         for number, state, *nodes in jobs:
             if state == "FAILED" and number in self._joining:
                 self._failed.update(nodes)
@@ -103,11 +104,11 @@ class SlurmJob:
         self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
 
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:
-        """Says whether the job runs on, was preempted or ends, after its agents have got a SIGTERM.
+        """Tells whether the job runs on, was preempted or ends, after a SIGTERM to its agents.
 
-        It `ends` where Slurm cancels it, ends it at its time limit, or takes it back into the queue by itself. A job
-        that is `preempted` with a grace period is taken back only at its end: a run that has saved has to ask for it.
-        A job that `runs` on got the signal from a person (`scancel --signal=TERM`).
+        A job `ends` if Slurm cancels it, ends it at its time limit, or requeues it by itself. Slurm requeues a job
+        `preempted` with a grace period only when the period is over: a run that exits earlier must requeue itself. A
+        job that `runs` on got the signal from a person (`scancel --signal=TERM`).
         """
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
         if " JobState=RUNNING " not in shown:
@@ -115,14 +116,14 @@ class SlurmJob:
         return "preempted" if re.search(r" PreemptTime=\d", shown) else "runs"
 
     def note(self, plan: RanksPlan) -> None:
-        """Tells the batch script the outcome before any agent ends: it restarts an agent that ends without one.
+        """Writes the outcome for the batch script before agents end: the script restarts an agent that leaves none.
 
-        Writes the exit code and the reason, a line each, as slurm/ranks.sh reads them.
+        The file has the exit code and the reason, one line each (slurm/ranks.sh).
         """
         write_text(self.outcome, f"{plan.outcome}\n{_in_a_line(plan.reason)}\n")
 
     def end(self, plan: RanksPlan, *, step: int, nodes: int, script_lives: bool, say: Say) -> None:
-        """Ends the job or queues it again, by the outcome of the run.
+        """Ends or requeues the job, depending on the outcome of the run.
 
         Args:
             plan: last plan, with the outcome.
@@ -138,7 +139,7 @@ class SlurmJob:
             self._complete(plan, say=say)
 
     def _complete(self, plan: RanksPlan, *, say: Say) -> None:
-        """Ends the job without its script, whose node is gone: an end needs no node, and so no place in the queue."""
+        """Ends the job without its script, whose node is gone: ending needs no node, and so no place in the queue."""
         say(f"the batch script is gone with its node: job {self.number} ends with code {plan.outcome} without it")
         number = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%A").stdout.strip()
         done = self._run(sys.executable, "-m", "pipeline.cluster.elastic.slurm_end", number, str(plan.outcome))
@@ -152,7 +153,7 @@ class SlurmJob:
         self._run("scancel", f"--name={self._join_name}", "--state=PENDING")
 
     def _queue_again(self, plan: RanksPlan, *, step: int, nodes: int, say: Say) -> None:
-        """Queues the job for the nodes that are alive and not left out; after a start that had too few, for all."""
+        """Requeues the job for the nodes that are alive and not left out; after a start with too few, for all nodes."""
         if self._starts_at(step) >= STARTS_WITHOUT_PROGRESS:
             remedy = f"raise --time or the 180 of --signal, then: scontrol release {self.number}"
             say(f"{plan.reason}; held, since {STARTS_WITHOUT_PROGRESS} starts have not made a new checkpoint: {remedy}")
@@ -160,7 +161,7 @@ class SlurmJob:
             return
         say(f"{plan.reason}; back into the queue")
         changes = [f"ExcNodeList={self._excluded(plan)}"] if plan.excluded else []
-        if 0 < nodes < self.wanted and not plan.short:  # it keeps the tasks and cores of its old size otherwise
+        if 0 < nodes < self.wanted and not plan.short:  # otherwise the job keeps the tasks and cores of its old size
             cores = nodes * int(os.environ.get("SLURM_CPUS_PER_TASK", self.tasks))  # the agent is its node's only task
             changes += [f"NumNodes={nodes}", f"NumTasks={nodes * self.tasks}", f"NumCPUs={cores}"]
         if self._control("requeue", say=say) and changes:
@@ -169,7 +170,7 @@ class SlurmJob:
     def _update(self, changes: Sequence[str], *, say: Say) -> None:
         """Changes the queued job.
 
-        Slurm answers "the DB index is being set" for a job that a lost node has made smaller: for a moment where it
+        Slurm answers "the DB index is being set" for a job that a lost node has made smaller: for a moment where Slurm
         keeps accounts, always where it keeps none. The job then waits for as many nodes as before.
         """
         deadline = time.monotonic() + _UPDATE_S  # the job's processes have KillWait seconds, 30 by default
@@ -183,24 +184,24 @@ class SlurmJob:
             time.sleep(1)
 
     def _excluded(self, plan: RanksPlan) -> str:
-        """Nodes excluded by the user, and bad nodes that were left out."""
+        """Lists nodes excluded by the user, and bad nodes that were left out."""
         shown = self._run("scontrol", "show", "job", "--oneliner", self.number).stdout
         found = re.search(r" ExcNodeList=(\S+)", shown)
         before = [] if found is None or found[1] == "(null)" else [found[1]]
         return ",".join([*before, *plan.excluded])
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a Slurm command without the variables of the present job, which sbatch would give to the next."""
+        """Runs a Slurm command without this job's environment variables, which sbatch would hand to the next job."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
         return self.commands.run(command, environ=kept, timeout_s=_TIMEOUT_S)
 
     def _nodes(self) -> list[str]:
-        """The nodes of the job, as Slurm knows them."""
+        """Lists the nodes of the job, as Slurm knows them."""
         listed = self._run("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").stdout.strip()
         return self._run("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
 
     def _starts_at(self, step: int) -> int:
-        """The number of starts of this job, this one included, that began at a step."""
+        """Counts the starts of this job, this one included, that began at a step."""
         lines = (self.records / "starts").read_text().splitlines()
         return lines.count(f"{self.number} {step}")
 
@@ -234,7 +235,7 @@ class SlurmJob:
 
 
 def _in_a_line(reason: str) -> str:
-    """A reason as the last line of the job's log: of a traceback the error alone."""
+    """Shortens a reason to the last line of the job's log: for a traceback, the error alone."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     traceback = next((at for at, line in enumerate(lines) if line.startswith("Traceback")), None)
     return " ".join(lines if traceback is None else [*lines[:traceback], lines[-1]])

@@ -1,7 +1,7 @@
 """The verdict on the ranks of a start, by the exit codes of all nodes. No processes, no clocks.
 
-The first cause decides: an error of a rank's own before the ranks that ended because of it, and a rank that was killed
-before those that only lost their link to it.
+The first cause decides. A rank's own error comes before the ranks that ended because of it; a killed rank comes before
+the ranks that only lost their link to it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from foundation.errors import EXIT_FOLLOWED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_R
 from pipeline.cluster.elastic.files import NodeState
 
 CAUSE_S, FOLLOWED_S, SAVED_S = 10.0, 70.0, 300.0
-"""Seconds after the first exit in which the cause may still show: with a cause known, with ranks that followed an error
-that is not known yet (a rank has 60 s for it), and with ranks that have only ended well."""
+"""Seconds to wait after the first exit for the cause to show, in three cases: a cause is known; ranks followed an error
+that is not known yet (a rank has 60 s to report it); ranks have only ended well."""
 
 Kind = Literal["finished", "stopped", "failed", "lost"]
 
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def verdict(states: Mapping[str, NodeState], *, waited_s: float) -> Verdict | None:
-    """The verdict on a start; None while its ranks run, or the cause of an end may still show.
+    """Returns the verdict on a start; None while its ranks run or the cause of their end may still show.
 
     Args:
         states: node -> state of all members; a node that has not begun counts as running.
@@ -61,7 +61,7 @@ def verdict(states: Mapping[str, NodeState], *, waited_s: float) -> Verdict | No
         if nodes:
             return _begun(kind, nodes, states, codes) if ended or waited_s >= wait_s else None
     unheard = any(code == -signal.SIGUSR1 for state in states.values() for code in state.codes.values())
-    if ended or (unheard and waited_s >= CAUSE_S):  # the others wait for a rank that ended before it could listen
+    if ended or (unheard and waited_s >= CAUSE_S):  # the others wait for a rank that ended before it handled signals
         return Verdict("stopped" if max(every) else "finished", max(every))
     return Verdict("lost", EXIT_LOST) if waited_s >= SAVED_S else None
 
@@ -69,7 +69,7 @@ def verdict(states: Mapping[str, NodeState], *, waited_s: float) -> Verdict | No
 def _begun(
     kind: Kind, nodes: tuple[str, ...], states: Mapping[str, NodeState], codes: Mapping[str, list[int]]
 ) -> Verdict:
-    killed = tuple(node for node in nodes if any(map(_killed, codes[node])))  # a lost link says nothing of where
+    killed = tuple(node for node in nodes if any(map(_killed, codes[node])))  # a lost link does not tell the node
     text = next((states[node].error for node in (*killed, *nodes) if states[node].error), "")
     if kind == "failed":
         return Verdict(kind, next(code for code in codes[nodes[0]] if _own(code)), nodes, text)
@@ -93,6 +93,6 @@ def _followed(code: int) -> bool:
 
 
 def _code(code: int) -> int:
-    """An exit code as a shell reports it; a rank that was asked to stop before it could listen has stopped."""
+    """Converts an exit code to a shell's; a rank that was stopped before it handled signals counts as stopped."""
     code = 128 - code if code < 0 else code
     return EXIT_REQUEUE if code == 128 + signal.SIGUSR1 else code

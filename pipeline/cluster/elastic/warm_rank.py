@@ -1,7 +1,8 @@
-"""A process that has a rank's imports behind it and waits to be one: `python -m pipeline.cluster.elastic.warm_rank`.
+"""A process that has done a rank's imports and waits to become one: `python -m pipeline.cluster.elastic.warm_rank`.
 
-It waits for one line on standard input, a JSON object: `environ` of the rank, and `output`, the file that it appends to
-(null: the one that it has). It then runs the module of ARGS as `python -m` does. At the end of the input it ends.
+It waits for one line on standard input, a JSON object: `environ`, the rank's environment, and `output`, the file to
+which it appends (null: its present output). It then runs the module of ARGS as `python -m` does. It ends at the end of
+its input.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipeline.runtime.launch.arguments import parse_arguments
 
 
 def main() -> int:
-    """Imports, waits, and becomes the rank."""
+    """Imports a rank's modules, waits for the line, and becomes the rank."""
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     _import()
@@ -42,7 +43,7 @@ def main() -> int:
 
 
 def _import() -> None:
-    """Imports the modules that the run of this config needs; a refused config is for the rank to report."""
+    """Imports the modules that the run of this config needs; the rank reports a refused config."""
     with contextlib.suppress(HeadraceError, OSError, SystemExit):
         given = parse_arguments("")
         config = load_config(given.config, given.overrides)

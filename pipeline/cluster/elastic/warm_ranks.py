@@ -1,4 +1,4 @@
-"""Processes that wait with their imports done, one for each rank of this node: a restart need not import again."""
+"""Waiting processes that have done their imports, one for each rank of this node: a restart need not import again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.runtime.launch.log_file import log_variable
 from pipeline.runtime.launch.rank_process import RankProcess, start_process
 
 _ROOM_BYTES = 2 << 30
-"""Host memory that has to be available for each process; it takes about 0.4 GB, of which half is shared."""
+"""Bytes of host memory that must be available per process; each takes about 0.4 GB, half of it shared."""
 
 
 class WarmRanks:
@@ -33,7 +33,7 @@ class WarmRanks:
         self._waiting: dict[int, subprocess.Popen[bytes]] = {}
 
     def prepare(self) -> None:
-        """Starts the processes that are missing, where the host has memory for them."""
+        """Starts missing processes, where the host has memory for them."""
         for local in range(self._command.tasks):
             if (local not in self._waiting or self._waiting[local].poll() is not None) and _has_room():
                 self._waiting[local] = self._start(local)
@@ -41,14 +41,14 @@ class WarmRanks:
     def take(
         self, local: int, number: int, *, environ: Mapping[str, str], output: Path | None, error: Path
     ) -> RankProcess | None:
-        """Makes a rank of a process that waits, or that imports still; None where there is none.
+        """Turns a process that waits or still imports into a rank; None where there is no process.
 
         Args:
             local: rank within this node.
             number: global rank.
-            environ: environment of the rank, but for the name of the file for its error.
-            output: file that it appends to; None for this process's own output.
-            error: file for its error.
+            environ: environment of the rank, without the name of its error file.
+            output: file to which the rank appends; None for this process's own output.
+            error: file for the rank's error.
         """
         process = self._waiting.pop(local, None)
         if process is None or process.poll() is not None:
@@ -59,7 +59,7 @@ class WarmRanks:
         try:
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.close()
-        except OSError:  # it has died meanwhile
+        except OSError:  # the process has died meanwhile
             return None
         return RankProcess(number, process, output, error)
 

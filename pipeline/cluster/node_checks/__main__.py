@@ -30,10 +30,10 @@ from pipeline.config.load import load_config
 from pipeline.config.sections.node_checks import NodeChecksSection
 
 BAD_NODES = 3
-"""Exit code where there are bad nodes."""
+"""Exit code if some nodes are bad."""
 _POLL_S, _POLL_S_PER_NODE = 0.1, 0.002
 _LINKS_SHARE = 0.2
-"""Share of the time that is kept for links; a check of the node itself that hangs does not use it up."""
+"""Share of the timeout kept for links; a hung check of the node itself cannot use it up."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class NodeChecks:
         addresses: node -> address of all nodes, in order.
         directory: directory of the records, shared by all nodes.
         run_dir: the run's directory.
-        attempt: distinguishes these checks from earlier ones in the directory.
+        attempt: name that distinguishes these checks from earlier ones in the directory.
         terms: thresholds.
-        devices: accelerators that each node has to have; None: any number.
+        devices: number of accelerators that each node has to have; None for any number.
     """
 
     node: str
@@ -67,7 +67,7 @@ class NodeChecks:
         server = LinkServer(self.attempt, payload, free, self.addresses[self.node])
         record = NodeRecord(self.node, self.attempt, socket.gethostname(), server.start())
         write_record(self.directory, record)
-        with free:  # links are not measured while this node is busy with itself
+        with free:  # no links are measured while this node checks itself
             found = check_host(
                 self.run_dir,
                 terms=self.terms,
@@ -100,7 +100,7 @@ class NodeChecks:
     def _verdict(self, deadline: float) -> NodesVerdict:
         nodes, records = tuple(self.addresses), dict[str, NodeRecord]()
         while True:
-            # each node reads the others' files: those that have finished once, and the more nodes, the less often
+            # each node reads all files: finished ones only once, and less often the more nodes there are
             missing = [node for node in nodes if node not in records or not records[node].finished]
             records.update(read_records(self.directory, missing, attempt=self.attempt))
             if time.monotonic() >= deadline or all(node in records and records[node].finished for node in nodes):
@@ -112,7 +112,7 @@ class NodeChecks:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the checks of this node and prints the verdict on all.
+    """Checks this node and prints the verdict on all nodes.
 
     Raises:
         ConfigError: the nodes, this node's name or the config are unusable.

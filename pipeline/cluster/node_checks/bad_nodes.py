@@ -45,7 +45,7 @@ class BadNode:
 
 
 def read_bad_nodes(run_dir: Path) -> dict[str, BadNode]:
-    """Node -> its entry; empty where there is no list.
+    """Reads node -> its entry; empty where there is no list.
 
     Raises:
         DataError: the list is damaged.
@@ -61,7 +61,7 @@ def read_bad_nodes(run_dir: Path) -> dict[str, BadNode]:
 
 
 def nodes_left_out(run_dir: Path) -> dict[str, str]:
-    """Node -> why it is left out."""
+    """Reads node -> why it is left out."""
     return {node: entry.reason for node, entry in read_bad_nodes(run_dir).items() if entry.left_out}
 
 
@@ -79,7 +79,7 @@ def add_fault(run_dir: Path, node: str, reason: str, *, faults: int) -> BadNode:
 
 
 def leave_out(run_dir: Path, node: str, reason: str) -> BadNode:
-    """Leaves a node out at once."""
+    """Leaves a node out at once, whatever its number of faults."""
     with _changing(run_dir) as nodes:
         before = nodes.get(node, BadNode(reason, 0.0))
         nodes[node] = replace(before, reason=reason, time=time.time(), left_out=True)
@@ -94,7 +94,7 @@ def forgive(run_dir: Path, node: str) -> bool:
 
 @contextmanager
 def _changing(run_dir: Path) -> Iterator[dict[str, BadNode]]:
-    """The entries, to be changed in place; one process at a time."""
+    """Yields the entries, for changes in place by one process at a time."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
     with lock_file(run_dir / f".{NAME}.lock", doing=f"changing {path}", timeout_s=math.inf):  # it takes milliseconds

@@ -1,6 +1,6 @@
-"""The checks as an agent or a job script uses them: the command of a node, and the verdict.
+"""Commands that start the checks of nodes, for agents and job scripts, and the verdict.
 
-Imports no torch. The checks run in a process of their own, since they import it and may hang with a device.
+Imports no torch. The checks run in a process of their own, since they import torch and may hang with a device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from foundation.errors import ConfigError
 from pipeline.cluster.node_checks.decide import VERDICT, NodesVerdict
 
 _LONGEST = 100_000
-"""Bytes of an argument; Linux takes 128 KiB."""
+"""Largest size of an argument in bytes; Linux allows 128 KiB."""
 
 
 def addresses_of(text: str) -> dict[str, str]:
-    """Node -> address, in order, from `--nodes NAME=ADDRESS,...`; a name alone is its own address.
+    """Parses `--nodes NAME=ADDRESS,...` to node -> address, in order; a name alone is its own address.
 
-    `@FILE` names a file with one to a line: the system's limit of one argument, 128 KiB, is some 5,000 nodes.
+    `@FILE` names a file with one node per line: the system's limit for an argument, 128 KiB, holds some 5,000 nodes.
 
     Raises:
         ConfigError: a name is unusable, or the file cannot be read.
@@ -49,13 +49,13 @@ def _listed(text: str) -> list[str]:
 def check_command(
     nodes: Mapping[str, str], node: str, directory: Path, *, attempt: str, arguments: Sequence[str] = ()
 ) -> list[str]:
-    """The command that checks one node; to be started on all of them within some seconds.
+    """Returns the command that checks one node; start it on all nodes within some seconds.
 
     Args:
         nodes: node -> address of the nodes that are checked, in the same order everywhere.
         node: name of this node.
-        directory: directory shared by all nodes; gets a file with `nodes` where they are too long for an argument.
-        attempt: name of these checks, another one each time that the directory is used.
+        directory: directory shared by all nodes; gets a file with `nodes` if they exceed the length of an argument.
+        attempt: name of these checks, different for each use of the directory.
         arguments: `--config FILE`, `--set KEY=VALUE`, `--devices N` and so on.
     """
     listed = [f"{name}={address}" for name, address in nodes.items()]
@@ -70,10 +70,10 @@ def check_command(
 
 
 def read_verdict(directory: Path, *, attempt: str) -> NodesVerdict | None:
-    """The verdict of an attempt; None while there is none."""
+    """Reads the verdict of an attempt; None while there is none."""
     try:
         raw = json.loads((directory / VERDICT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or on a file system that fails for a moment
+    except (OSError, ValueError):  # missing so far, or on a file system that fails for a moment
         return None
     if raw["attempt"] != attempt:
         return None

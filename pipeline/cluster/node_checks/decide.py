@@ -1,4 +1,4 @@
-"""Decides which nodes measure their link, and which are bad by the records of all. No processes, no clocks."""
+"""Decides which pairs of nodes measure links and, from all records, which nodes are bad. No processes, no clocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeline.config.sections.node_checks import NodeChecksSection
 VERDICT = "verdict.json"
 """Name of the file with the verdict, in the shared directory."""
 _NOISE = 0.4
-"""Share of a node's least bandwidth, below which a single link is reported: it varies more than a node's fastest link
-(of 66 links between 12 processes on 2 cores the slowest had 30 % of the median)."""
+"""Share of the least bandwidth required of a node, below which a single link is reported. One link varies more than a
+node's fastest link: among 66 links between 12 processes on 2 cores the slowest had 30 % of the median."""
 _SHOWN = 8
 _FEW = 3
-"""Number of nodes from which on the common node of slow links can be told."""
+"""Smallest number of nodes among which the common node of slow links can be identified."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NodesVerdict:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The verdict, for people."""
+        """Formats the verdict for people."""
         named = [f"bad node {node}: {'; '.join(why)}" for node, why in self.bad.items()]
         return (
             *named,
@@ -46,11 +46,11 @@ class NodesVerdict:
 
 
 def decide(nodes: Sequence[str], records: Mapping[str, NodeRecord], *, terms: NodeChecksSection) -> NodesVerdict:
-    """The verdict on all nodes.
+    """Decides which nodes are bad.
 
     Args:
         nodes: names of all nodes, in order.
-        records: node -> record of the nodes that have written one.
+        records: node -> its record, for nodes that have written one.
         terms: thresholds.
     """
     bad: dict[str, list[str]] = defaultdict(list)
@@ -103,7 +103,7 @@ def _silence(record: NodeRecord | None, timeout_s: float) -> str:
 
 
 def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[NodeLink]]:
-    """Node -> its links, including links measured from the other end."""
+    """Returns node -> its links, including those that the other node measured."""
     links: dict[str, list[NodeLink]] = {node: [] for node in finished}
     for node, record in finished.items():
         for link in record.links:
@@ -115,11 +115,11 @@ def _links(finished: Mapping[str, NodeRecord]) -> dict[str, list[NodeLink]]:
 
 
 def _parts(links: Mapping[str, Sequence[NodeLink]]) -> Iterator[str]:
-    """Yields the groups into which the network has parted: which of them is to blame is unknown."""
+    """Yields the groups into which the network is partitioned; which group is to blame is unknown."""
     cut = {node: each for node, each in links.items() if any(link.error for link in each)}
     parts = {frozenset((node, *(link.other for link in each if not link.error))) for node, each in cut.items()}
     groups = [part for part in parts if len(part) > 1]
-    if len(groups) > 1 and sum(map(len, groups)) == len(frozenset().union(*groups)):  # without a common node
+    if len(groups) > 1 and sum(map(len, groups)) == len(frozenset().union(*groups)):  # no node is in two groups
         named = " and ".join(sorted(", ".join(sorted(part)) for part in groups))
         yield f"the network has parted: {named} exchange data only among themselves; no start works until it has healed"
 
@@ -127,10 +127,10 @@ def _parts(links: Mapping[str, Sequence[NodeLink]]) -> Iterator[str]:
 def _speeds(
     links: Mapping[str, Sequence[NodeLink]], bad: dict[str, list[str]], terms: NodeChecksSection
 ) -> Iterator[str]:
-    """Adds to `bad` the nodes none of whose links is quick; yields slow links of nodes that have quick ones."""
+    """Adds to `bad` nodes without any fast link; yields the slow links of nodes that have fast ones."""
     best = {node: max((link.mb_s or 0.0 for link in each), default=None) for node, each in links.items()}
     known = sorted(speed for speed in best.values() if speed is not None)
-    usual = known[len(known) // 2] if known else 0.0  # the upper one of two: a slow node slows its links, not others'
+    usual = known[len(known) // 2] if known else 0.0  # the upper median: a slow node slows only its own links
     least = max(terms.slow_link * usual, terms.min_bandwidth or 0.0)
     slow = {node for node, speed in best.items() if speed is not None and speed < least}
     if len(known) < _FEW:
@@ -149,7 +149,7 @@ def _speeds(
 
 
 def _slow_links(links: Mapping[str, Sequence[NodeLink]], least: float) -> Iterator[str]:
-    """Links between good nodes that failed or are very slow."""
+    """Yields links between good nodes that failed or are very slow."""
     found = [
         f"the link of {node} and {link.other}: {_speed(link)}, and both are quick with others"
         for node, each in links.items()
@@ -190,14 +190,14 @@ def _clocks(
 
 
 def rounds(nodes: Sequence[str], *, most: int) -> list[list[tuple[str, str]]]:
-    """Round-robin tournament by the circle method: each round pairs every node with another one, none twice.
+    """Pairs all nodes by the circle method of round-robin tournaments: every pair meets once, a node once per round.
 
     Args:
         nodes: names of all nodes.
-        most: largest number of rounds; n - 1 (n even) or n (n odd) have all pairs.
+        most: largest number of rounds; n - 1 rounds (n even) or n rounds (n odd) have all pairs.
 
     Returns:
-        Pairs of each round: (the one that starts the measurement, the other).
+        Pairs of each round: (node that starts the measurement, other node).
     """
     players: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     found = []
@@ -211,5 +211,5 @@ def rounds(nodes: Sequence[str], *, most: int) -> list[list[tuple[str, str]]]:
 
 
 def partners_of(node: str, nodes: Sequence[str], *, most: int) -> list[str]:
-    """The nodes whose link with `node` is measured by `node` itself, in order."""
+    """Returns the nodes to which `node` itself measures the link, in order."""
     return [other for pairs in rounds(nodes, most=most) for starter, other in pairs if starter == node]

@@ -46,7 +46,7 @@ def check_host(
     Args:
         run_dir: the run's directory, or where it will be made.
         terms: thresholds.
-        devices: accelerators that the node has to have; None: any number.
+        devices: number of accelerators that the node has to have; None for any number.
         tell: called with the name of each check before it is made.
         deadline: end of the checks by `time.monotonic`; a check for which no time is left is skipped.
     """
@@ -72,13 +72,13 @@ def check_host(
 
 
 def _bounded(name: str, check: Callable[[Findings], None], found: Findings, *, timeout_s: float) -> None:
-    """Runs a check in a thread, which is left behind where it hangs: a file system that is gone blocks without end."""
+    """Runs a check in a thread, which is abandoned if it hangs: a file system that is gone blocks forever."""
     own = Findings()
 
     def run() -> None:
         try:
             check(own)
-        except Exception as error:  # a check that cannot be made says so, and does not end the others
+        except Exception as error:  # a check that fails is reported, and the others go on
             own.problems[name] = f"{name}: {type(error).__name__}: {error}"
 
     thread = threading.Thread(target=run, name=f"check {name}", daemon=True)
@@ -158,7 +158,7 @@ def _xid(found: Findings) -> None:
 
 
 def _device(found: Findings, wanted: int | None) -> None:
-    """Counts the devices and multiplies small matrices of whole numbers on each, whose product is exact."""
+    """Counts the devices and multiplies small integer-valued matrices on each, whose product is exact."""
     import numpy as np  # noqa: PLC0415  torch takes seconds to import, and the other checks come first
     import torch  # noqa: PLC0415
 

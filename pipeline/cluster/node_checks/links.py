@@ -1,12 +1,13 @@
 """Bandwidth, round-trip time and clock offset of the link between two nodes, over TCP.
 
 Every node answers others in a thread while it measures its own links. A busy node says so at once and is asked again
-later, so that a hung node delays no other. A measurement sends a payload in each direction, for one second at most.
-The clock offset is that of NTP (RFC 5905, section 8): half of the difference of the two ways, of the quickest of
-several exchanges.
+later; a hung node delays no other node. A measurement sends a payload in each direction, for one second at most. The
+clock offset is computed as in NTP (RFC 5905, section 8): half the difference between the two directions, in the
+quickest of several exchanges.
 
 Protocol, after one line of JSON with the attempt: one byte (G: go, B: busy, W: another attempt), 8 exchanges of the
-clock as a double, the payload, its acknowledgement (bytes, seconds), and both again the other way.
+clock as a double, the payload and its acknowledgement (bytes, seconds), then payload and acknowledgement in the other
+direction.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LinkServer:
         attempt: name of the checks; other attempts are refused.
         payload: bytes per direction.
         free: lock held while a link of this node is measured.
-        address: this node's address, as the others are given it.
+        address: this node's address, as the other nodes know it.
     """
 
     attempt: str
@@ -51,7 +52,7 @@ class LinkServer:
     address: str = ""
 
     def start(self) -> int:
-        """Starts to answer; returns the port."""
+        """Starts the server; returns its port."""
         listener = bound_socket(self.address, 64)
         threading.Thread(target=self._accept, args=(listener,), name="link server", daemon=True).start()
         port: int = listener.getsockname()[1]
@@ -62,11 +63,11 @@ class LinkServer:
             try:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._answer, args=(connection,), name="link", daemon=True).start()
-            except (OSError, RuntimeError):  # no file descriptors or threads left for now, or closed again already
+            except (OSError, RuntimeError):  # no file descriptor or thread is free for now, or the socket is closed
                 time.sleep(_AGAIN_S)
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError, RecursionError):  # the other end tells its user what went wrong
+        with connection, suppress(OSError, ValueError, RecursionError):  # the other node reports the error
             connection.settimeout(_TIMEOUT_S)
             if _read_line(connection) != self.attempt:
                 connection.sendall(b"W")
@@ -101,7 +102,7 @@ def measure_link(other: str, address: tuple[str, int], *, attempt: str, payload:
         free: lock held while a link of this node is measured.
 
     Raises:
-        BusyError: one of the two measures another link.
+        BusyError: one of the two nodes measures another link.
     """
     try:
         with socket.create_connection(address, timeout=_ANSWER_S) as connection:
@@ -135,7 +136,7 @@ def _measure(other: str, connection: socket.socket, *, attempt: str, payload: in
 
 
 def _clock(connection: socket.socket) -> tuple[float, float]:
-    """Offset of the other clock and round-trip time, both in seconds."""
+    """Measures the other clock's offset and the round-trip time, both in seconds."""
     found = []
     for _ in range(_EXCHANGES):
         wall, began = time.time(), time.monotonic()
@@ -157,7 +158,7 @@ def _send(connection: socket.socket, payload: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[int, float]:
-    """Bytes and seconds from the first byte to the last."""
+    """Receives the payload; returns bytes, and seconds from the first byte to the last."""
     received, began = 0, 0.0
     while True:
         [size] = _SIZE.unpack(_read(connection, _SIZE.size))
@@ -199,13 +200,13 @@ def measure_links(
     """Measures links in order, and tries failed ones again until a deadline.
 
     Args:
-        pending: names of the other nodes, in order; a measured one is removed.
+        pending: names of the other nodes, in order; measured nodes are removed.
         address_of: returns a node's host and port; None while it has not started to answer.
         measure: measures the link to a node (`measure_link`).
         deadline: end of the measurements by `time.monotonic`.
 
     Returns:
-        The links that were measured, and those whose second attempt failed too.
+        The links that were measured, and the links whose second attempt failed too.
     """
     links: list[NodeLink] = []
     failed: set[str] = set()
@@ -221,5 +222,5 @@ def measure_links(
                     continue
                 links.append(link)
                 pending.remove(other)
-        time.sleep(0.02 + 0.05 * os.urandom(1)[0] / 255)  # two that find each other busy do not meet again at once
+        time.sleep(0.02 + 0.05 * os.urandom(1)[0] / 255)  # random: two busy nodes must not meet again
     return links

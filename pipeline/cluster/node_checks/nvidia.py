@@ -1,8 +1,8 @@
 """Errors of NVIDIA GPUs: ECC counters and row remapping by nvidia-smi, Xid errors by the kernel's log.
 
 Formats: `nvidia-smi --query-gpu` and `--query-remapped-rows` with `--format=csv,noheader,nounits`; values that a GPU
-does not have are "[N/A]" or "[Not Supported]", those of a lost one "[GPU is lost]" or "[Unknown Error]". The driver
-writes "NVRM: Xid (PCI:0000:3b:00): 79, pid=..., GPU has fallen off the bus." into the kernel's log.
+lacks are "[N/A]" or "[Not Supported]", and values of a lost GPU "[GPU is lost]" or "[Unknown Error]". The driver writes
+"NVRM: Xid (PCI:0000:3b:00): 79, pid=..., GPU has fallen off the bus." into the kernel's log.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FATAL_XIDS = {
     119: "GSP timeout",
     120: "GSP error",
 }
-"""Xid errors of the hardware, after which a GPU has to be reset or replaced (NVIDIA's Xid catalog). Others, such as 13,
-31 and 43, are a program's own."""
+"""Xid errors of the hardware, after which a GPU has to be reset or replaced (NVIDIA's Xid catalog). Other Xid errors,
+such as 13, 31 and 43, come from a program."""
 
 RECENT_S = 86400.0
 """Age in seconds beyond which an Xid error does not count: the GPU has trained since, or was reset."""
@@ -35,7 +35,7 @@ _LOST = ("gpu is lost", "unknown error")
 
 
 def gpu_problems(text: str) -> list[str]:
-    """Problems in the answer to `GPU_QUERY`, one text each."""
+    """Lists the problems in the answer to `GPU_QUERY`, one text each."""
     found: list[str] = []
     for cells in _rows(text, 5):
         index, bus, _name, uncorrected, pending = cells
@@ -49,7 +49,7 @@ def gpu_problems(text: str) -> list[str]:
 
 
 def row_problems(text: str) -> list[str]:
-    """Problems in the answer to `ROWS_QUERY`: rows that could not be remapped. Pending ones do no harm yet."""
+    """Lists rows that could not be remapped, from the answer to `ROWS_QUERY`; pending remaps are harmless so far."""
     return [
         f"GPU {bus} has memory rows that could not be remapped"
         for bus, _pending, failure in _rows(text, 3)
@@ -58,7 +58,7 @@ def row_problems(text: str) -> list[str]:
 
 
 def xid_problems(log: str, *, uptime_s: float) -> list[str]:
-    """Recent Xid errors of the hardware in the kernel's log, as `dmesg` prints it (seconds since the start)."""
+    """Lists recent hardware Xid errors in the kernel's log, as `dmesg` prints it (seconds since boot)."""
     found: dict[tuple[str, int], None] = {}
     for line in log.splitlines():
         match = _XID.match(line)
@@ -68,7 +68,7 @@ def xid_problems(log: str, *, uptime_s: float) -> list[str]:
 
 
 def command_output(command: list[str], *, timeout_s: float) -> tuple[str, str]:
-    """Output of a command, and why there is none: the command is missing, failed, or did not end in time."""
+    """Returns a command's output, and why there is none: the command is missing, failed, or did not end in time."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The findings of one node about itself and its links: one JSON file per node in a shared directory."""
+"""A node's findings about itself and its links: one JSON file per node in a shared directory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class NodeLink:
 
     Attributes:
         other: the other node.
-        mb_s: MB/s of the slower direction, the better of two measurements; None where it could not be measured.
+        mb_s: MB/s in the slower direction, from the better of two measurements; None where the link could not be
+            measured.
         clock_s: the other node's clock minus this one's, in seconds.
-        round_trip_ms: shortest time of a small message there and back, in milliseconds.
-        error: why it could not be measured.
+        round_trip_ms: shortest round-trip time of a small message, in milliseconds.
+        error: why the link could not be measured.
     """
 
     other: str
@@ -32,19 +33,19 @@ class NodeLink:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node's file.
+    """Contents of a node's file.
 
     Attributes:
         node: name of the node.
         attempt: name of the checks; records of other attempts in the directory do not count.
         host: host name.
-        port: port on which it answers others that measure their link to it.
-        stage: stage of the checks, such as the name of one, or "finished".
+        port: port on which the node answers others that measure their link to it.
+        stage: name of the check being made, or another stage; "finished" at the end.
         devices: number of accelerators; None where that is unknown.
-        problems: check -> what is wrong.
-        skipped: check -> why it could not be made here.
-        facts: check -> what was measured.
-        links: links to other nodes, measured by this one.
+        problems: check -> the problem that it found.
+        skipped: check -> why the node could not make it.
+        facts: check -> its measurement.
+        links: links to other nodes, measured by this node.
     """
 
     node: str
@@ -70,12 +71,12 @@ def write_record(directory: Path, record: NodeRecord) -> None:
 
 
 def read_records(directory: Path, nodes: Iterable[str], *, attempt: str) -> dict[str, NodeRecord]:
-    """Node -> its record, for nodes that have written one in this attempt."""
+    """Reads node -> its record, for nodes that have written one in this attempt."""
     found: dict[str, NodeRecord] = {}
     for node in nodes:
         try:
             raw = json.loads((directory / f"{node}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there yet, or on a file system that fails for a moment
+        except (OSError, ValueError):  # missing so far, or on a file system that fails for a moment
             continue
         if raw.get("attempt") == attempt:
             found[node] = NodeRecord(**{**raw, "links": tuple(NodeLink(**link) for link in raw["links"])})

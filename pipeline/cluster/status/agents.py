@@ -15,7 +15,7 @@ from pipeline.cluster.elastic.files import DEAD_S, NodeState, read_state
 
 FOLDER = ".agents"
 _LOOKED_AT = 3
-"""Number of directories that are read, those changed last."""
+"""Number of directories that are read, the last changed first."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Agents:
 
 
 def folders_of(run_dir: Path) -> list[Path]:
-    """Directories in which a run's agents have written: one per Slurm job, and `.agents` itself."""
+    """Lists the directories in which a run's agents have written: one per start of a job, and `.agents` itself."""
     top = run_dir / FOLDER
     return [top, *sorted(path for path in top.glob("*") if path.is_dir())]
 
 
 def read_agents(run_dir: Path) -> Agents | None:
-    """The newest plan of the agents that have written last; None where the run has none."""
+    """Reads the newest plan of the agents that wrote last; None where the run has no agents."""
     newest = sorted(folders_of(run_dir), key=_changed)[-_LOOKED_AT:]  # a run may have hundreds of starts
     found = [states for folder in newest if (states := _read(folder))]
     if not found:
@@ -73,17 +73,17 @@ def read_agents(run_dir: Path) -> Agents | None:
 
 
 def _read(folder: Path) -> dict[str, tuple[NodeState, float]]:
-    """Node -> the state that its agent has written in a directory, and when."""
+    """Reads node -> its agent's state and the time when it was written, from a directory."""
     states: dict[str, tuple[NodeState, float]] = {}
     for path in folder.glob("[!.]*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # being replaced, or another program's
+        with suppress(OSError, ValueError, KeyError, TypeError):  # the file is being replaced, or is another program's
             state = read_state(path)
             states[state.node] = state, path.stat().st_mtime
     return states
 
 
 def _changed(folder: Path) -> float:
-    """Time when a file in a directory was last made or replaced, which agents do all the time."""
+    """Returns when a file in a directory was last made or replaced; agents replace their files all the time."""
     return folder.stat().st_mtime if folder.is_dir() else 0.0
 
 

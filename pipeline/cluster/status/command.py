@@ -1,4 +1,4 @@
-"""`python -m pipeline status [RUN]`: how far a run is, from any terminal. `headrace status` knows data prep as well."""
+"""`python -m pipeline status [RUN]`: a run's progress, from any terminal. `headrace status` also covers data prep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline status`."""
+    """Declares the arguments of `python -m pipeline status`."""
     text = "a run's directory, or its config file (default: the runs below the working directory)"
     parser.add_argument("run", metavar="RUN", type=RUN, nargs="?", help=text)
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows a run, or all that are found."""
+    """Shows one run, or all runs that are found."""
     if arguments.run is not None and arguments.config is not None:
         raise ConfigError("--config", arguments.config, why="RUN is given, too", remedy="give one of the two")
     given = arguments.run or arguments.config
@@ -76,7 +76,7 @@ def show_run(run_dir: Path, *, as_json: bool, once: bool) -> None:
     """Prints the status of a run; on a terminal it is refreshed for as long as the run trains or its job waits.
 
     Raises:
-        DataError: no run has begun there, and no job is to.
+        DataError: no run has begun there, and no job is queued to begin one.
     """
     reader, status = _opened(run_dir)
     console = Console(highlight=False)
@@ -110,7 +110,7 @@ def show_runs(root: Path, *, as_json: bool) -> None:
     """Prints a table of the runs below a directory, and of this user's Slurm jobs.
 
     Raises:
-        DataError: there are none.
+        DataError: there are neither runs nor jobs.
     """
     jobs = jobs_with_runs()
     known = {where.resolve(): job for job, where in jobs if where is not None}
@@ -132,7 +132,7 @@ def show_runs(root: Path, *, as_json: bool) -> None:
 
 
 def _opened(run_dir: Path) -> tuple[RunReader, RunStatus]:
-    """A reader with the jobs that are to train in a directory in which nothing trains now."""
+    """Opens a run; where nothing trains in its directory now, with the jobs that are queued to train there."""
     if has_begun(run_dir):
         reader = RunReader(run_dir)
         status = reader.read()
@@ -143,7 +143,7 @@ def _opened(run_dir: Path) -> tuple[RunReader, RunStatus]:
 
 
 def _may_change(status: RunStatus) -> bool:
-    """Whether the status is going to change by itself."""
+    """Tells whether the status will change without the user's doing."""
     return bool(status.training) or any(job.state in ("PENDING", "RUNNING", "CONFIGURING") for job in status.jobs)
 
 
@@ -162,7 +162,7 @@ def _text(lines: Iterator[str]) -> Text:
 
 
 def _read(run_dir: Path) -> RunStatus | None:
-    """A run for the table; None with a warning where its files are damaged."""
+    """Reads a run for the table; warns and returns None where its files are damaged."""
     try:
         return RunReader(run_dir, slurm=False).read()
     except DataError as error:

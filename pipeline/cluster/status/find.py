@@ -1,4 +1,4 @@
-"""Finds the run that is meant: by its directory, by its config, or from the working directory."""
+"""Finds the run that the user means, by its directory, its config or the working directory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _USUAL = ("*", "runs/*", "out/*", "out/runs/*", "out/*/runs/*")
 
 
 def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
-    """The directory of a run that is given by itself or by its config file; it need not exist while its job waits.
+    """Returns a run's directory, given the directory or the run's config file; it may be missing while its job waits.
 
     Raises:
-        DataError: the directory belongs to data prep, or is of another kind than a run.
-        ConfigError: it is a config file without run.dir, or none at all.
+        DataError: the directory belongs to data prep, or holds something other than a run.
+        ConfigError: the path is a config file without run.dir, or no config file at all.
     """
     if path.is_dir():
         _refuse_other_directory(path)
@@ -48,29 +48,29 @@ def run_dir_of(path: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def found_runs(root: Path) -> list[Path]:
-    """Run directories in the usual places below a directory, the one written last first."""
+    """Lists run directories in the usual places below a directory, newest write first."""
     journals = {path.parent for glob in _USUAL for name in (ATTEMPTS, JOURNAL) for path in root.glob(f"{glob}/{name}")}
     return sorted(journals, key=_written, reverse=True)
 
 
 def waiting_jobs(run_dir: Path) -> list[QueuedJob]:
-    """This user's Slurm jobs that are to train in a directory."""
+    """Lists this user's Slurm jobs that are to train in a directory."""
     return [job for job, where in jobs_with_runs() if where is not None and where.resolve() == run_dir.resolve()]
 
 
 def jobs_with_runs() -> list[tuple[QueuedJob, Path | None]]:
-    """This user's Slurm jobs that wait or run, with the run directory where their command line tells it."""
+    """Lists this user's waiting and running Slurm jobs, with the run directory if their command line names it."""
     return [(job, run_dir_of_job(job)) for job in own_jobs()]
 
 
 def submitted_logs(run_dir: Path) -> list[Path]:
-    """The logs of the jobs of `headrace submit`, the oldest submission first; some jobs may never have trained."""
+    """Lists the logs of `headrace submit`'s jobs, the oldest submission first; some jobs may never have trained."""
     folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
     return [log for path in sorted(folders, key=lambda path: int(path.name)) for log in sorted(path.glob("logs/*.out"))]
 
 
 def not_begun(run_dir: Path) -> DataError:
-    """The error for a run that has not begun, with the log of its last job, which may have failed at its start."""
+    """Makes the error for a run that has not begun, with the log of its last job, which may have failed early."""
     logs = submitted_logs(run_dir)
     if not logs and (submitted := _newest_submission(run_dir)) is not None:
         folder, jobs = submitted
@@ -86,7 +86,7 @@ def not_begun(run_dir: Path) -> DataError:
 
 
 def _newest_submission(run_dir: Path) -> tuple[Path, dict[str, list[str]]] | None:
-    """The folder of the newest submission, and stage -> its jobs; None where there is none that can be read."""
+    """Returns the newest submission's folder and stage -> its jobs; None without a readable submission."""
     folders = [path for path in (run_dir / SUBMISSIONS).glob("*") if path.name.isdecimal()]
     with suppress(OSError, ValueError, DataError, KeyError, TypeError, AttributeError):
         newest = max(folders, key=lambda path: int(path.name))

@@ -1,8 +1,8 @@
 """The merged log of a run: all attempts and ranks, in the order of time.
 
-The records of a run have times: `attempts.jsonl`, `faults.jsonl`, `metrics.jsonl`. Lines of text logs (`*.log`, their
-rotated `*.log.1` and `*.out` in the run's directory and in the agents', and the output of its Slurm jobs) have theirs
-where they begin with one, and else that of the line before; of a file without any, that of its last change.
+Entries of `attempts.jsonl`, `faults.jsonl` and `metrics.jsonl` have times. Text logs are `*.log`, their rotated
+`*.log.1` and `*.out` in the run's and the agents' directories, and the output of its Slurm jobs. A line without a time
+at its beginning takes the time of the line before; a file without any times takes the time of its last change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LogEntry:
 
 
 def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[LogEntry]:
-    """All entries of the merged log, oldest first.
+    """Returns all entries of the merged log, oldest first.
 
     Args:
         run_dir: the run's directory.
@@ -56,7 +56,7 @@ def merged_log(run_dir: Path, *, outputs: Sequence[Path] = ()) -> list[LogEntry]
 
 
 def log_lines(entries: Sequence[LogEntry]) -> Iterator[str]:
-    """Entries with their local time and source."""
+    """Formats entries with their local time and source."""
     width = max((len(entry.source) for entry in entries), default=0)
     for entry in entries:
         stamp = datetime.fromtimestamp(entry.time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
@@ -114,7 +114,7 @@ def _short(value: Any) -> str:
 
 
 def _text(path: Path) -> Iterator[LogEntry]:
-    """The lines of a text log, with the time of the newest line before that has one."""
+    """Yields the lines of a text log, each with the last time found at or before it."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

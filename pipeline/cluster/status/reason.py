@@ -1,4 +1,4 @@
-"""One line that says why the last attempt of a run ended."""
+"""One line with the reason why the last attempt of a run ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.cluster.status.run import RunReader, RunStatus
 from pipeline.runtime.launch.host_memory import HOST_MEMORY
 
 _OUT_OF_MEMORY = 253
-"""Exit code of srun whose task was killed for its memory (Slurm 22.05)."""
+"""Exit code of srun if its task was killed for exceeding memory (Slurm 22.05)."""
 _BY_SLURM = {
     "TIMEOUT": "the job reached its time limit",
     "CANCELLED": "the job was cancelled",
@@ -24,7 +24,7 @@ _BY_SLURM = {
 
 
 def reason_of(status: RunStatus) -> str:
-    """Why the last attempt ended: the cause, with its time, code and what was kept."""
+    """Tells why the last attempt ended: the cause, with its time, exit code and what was saved."""
     if agents_ended(status):
         assert status.agents is not None
         return f"the agents ended the run with code {status.agents.outcome}: {_first(status.agents.reason)}"
@@ -43,7 +43,7 @@ def reason_of(status: RunStatus) -> str:
 
 
 def agents_ended(status: RunStatus) -> bool:
-    """Whether the run's agents have given it up, and it was not started by anything else since."""
+    """Tells whether the run's agents have given it up, and nothing else has started it since."""
     agents = status.agents
     if agents is None or agents.outcome in (None, 0, 75, 130):
         return False
@@ -51,7 +51,7 @@ def agents_ended(status: RunStatus) -> bool:
 
 
 def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The reason to print at the end of a job's output: from this job's last attempt, never from an earlier job's.
+    """Returns the last line of a job's output: why this job's last attempt ended, never an earlier job's.
 
     Args:
         run_dir: the run's directory.
@@ -66,7 +66,7 @@ def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = 
         return "finished"
     job, last = environ.get("SLURM_JOB_ID"), status.attempts[-1] if status.attempts else None
     requeue = environ.get("SLURM_RESTART_COUNT")
-    if last is None and job is None and code is None:  # asked from outside of the job
+    if last is None and job is None and code is None:  # called from outside the job
         return reason_of(status)
     if last is None or (job, requeue) not in ((None, requeue), (last.job, last.requeue)):
         return _unbegun(code, "no attempt of this job has begun")
@@ -76,7 +76,7 @@ def job_reason(run_dir: Path, *, code: int | None, environ: Mapping[str, str] = 
 
 
 def _unbegun(code: int | None, why: str) -> str:
-    if code is None:  # asked later, from outside of the job: there is nothing above
+    if code is None:  # called later, from outside the job: no output is above
         return f"refused or ended before training began: {why}"
     return f"refused or ended before training began (exit code {code}): the error is above; {why}"
 

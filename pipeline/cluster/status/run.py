@@ -1,6 +1,6 @@
 """Reads the progress of a run from its directory, and from Slurm where there is one. No torch; disturbs nothing.
 
-The files are its manifest, metrics, journal of attempts, faults, checkpoints and lock, and those of its agents.
+It reads the manifest, metrics, journal of attempts, faults, checkpoints, lock, and the agents' files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CheckpointStatus:
         path: directory of the checkpoint.
         step: step after which it was written.
         age_seconds: seconds since it was written.
-        damage: first problem by the sizes of its files; None where it is whole.
+        damage: first problem found from the sizes of its files; None where the checkpoint is complete.
     """
 
     path: Path
@@ -60,18 +60,18 @@ class RunStatus:
 
     Attributes:
         dir: the run's directory.
-        steps: number of steps of the whole run; None where its manifest does not tell.
+        steps: number of steps of the whole run; None where the manifest does not give it.
         step: newest step in its metrics; 0 before the first.
         loss: loss of the newest step, in nats per token; None before the first.
         tokens_per_second: tokens per second in the newest step, over all ranks; None before the first.
         mfu: model FLOPs utilization of the newest step, a fraction; None where the device's peak is not known.
         heldout_loss: held-out loss of the newest evaluation, in nats per token; None before the first.
         tasks: task -> its newest figures, with their step.
-        shares: samples of a step by data-parallel rank, as measured last; empty where they are fixed.
+        shares: samples per step of each data-parallel rank, as balanced last; empty where they are fixed.
         newest: the newest finished checkpoint.
         training: whether a process trains there now; None where the file system has no locks.
         idle_seconds: seconds since the metrics were last written; None where there are none.
-        seconds_left: estimated seconds to the end; None while nothing trains, or where it is not known yet.
+        seconds_left: estimated seconds to the end; None while nothing trains, or before there is an estimate.
         goodput: goodput until now (`pipeline.runtime.goodput.account`); None before the first step.
         attempts: starts of the run, oldest first.
         agents: newest plan of the agents; None without agents.
@@ -106,7 +106,7 @@ class RunStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether the run's last step is done."""
+        """Tells whether the run's last step is done."""
         return self.steps is not None and self.step >= self.steps
 
     @property
@@ -120,7 +120,7 @@ class RunStatus:
         return None if self.newest is None else self.newest.step
 
     def plain(self) -> dict[str, Any]:
-        """The status as a JSON object."""
+        """Converts the status to a JSON object."""
         found: dict[str, Any] = plain(self)
         derived = {name: getattr(self, name) for name in ("finished", "checkpoint_step")}
         if self.goodput is not None:
@@ -140,8 +140,9 @@ class Uploading:
         age_seconds: seconds since the process wrote this report, by the clocks of both hosts.
         silent_seconds: seconds without a renewal after which the process counts as ended.
         durable_step: step of the newest checkpoint in the object store; None without one.
-        durable_age_seconds: seconds since that checkpoint was uploaded; None where an earlier start of the run did it.
-        waiting: steps of the checkpoints that wait, the one in progress included.
+        durable_age_seconds: seconds since that checkpoint was uploaded; None where an earlier start of the run uploaded
+            it.
+        waiting: steps of the checkpoints still to upload, including the one in progress.
         backlog_bytes: bytes left to upload.
         bytes_per_second: bytes sent per second, over the last 30 s.
         error: current error of the uploads; None without one.
@@ -161,17 +162,17 @@ class Uploading:
 
     @property
     def lives(self) -> bool:
-        """Whether its host has renewed its lease lately."""
+        """Tells whether the uploading host has renewed its lease lately."""
         return not self.released and self.age_seconds < self.silent_seconds
 
 
 class RunReader:
-    """Reads the status of one run again and again; of its metrics only the appended rows.
+    """Reads the status of one run repeatedly; reads only new rows of its metrics.
 
     Args:
         run_dir: the run's directory.
         slurm: whether to ask Slurm for its jobs.
-        jobs: jobs that are known to be the run's without having started yet.
+        jobs: jobs of the run that have not started yet.
     """
 
     def __init__(self, run_dir: Path, *, slurm: bool = True, jobs: Sequence[str] = ()) -> None:
@@ -179,21 +180,21 @@ class RunReader:
         self._metrics, self._pulled = MetricsReader(run_dir), -_PULL_S
 
     def read(self) -> RunStatus:
-        """The status now.
+        """Reads the present status.
 
         Raises:
             DataError: no run has begun there, or its manifest is damaged.
         """
         run_dir, now = self._dir, time.time()
         if (url := url_of(run_dir)) is not None and time.monotonic() - self._pulled > _PULL_S:
-            with suppress(StorageError):  # what was copied last is shown, and how old it is
+            with suppress(StorageError):  # the last copy is shown, with its age
                 pull(url)
             self._pulled = time.monotonic()
         if not has_begun(run_dir) and not self._jobs:
             raise not_begun(run_dir)
         steps, metrics, training = _steps(run_dir), self._metrics.read(), is_training(run_dir)
         uploads = _uploads(run_dir, now)
-        if uploads is not None and not training:  # here; it may train on another host
+        if uploads is not None and not training:  # nothing trains here, but the run may train on another host
             training = uploads.lives
         last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
         attempts, damaged = read_attempts(run_dir, training=training, **last)
@@ -224,7 +225,7 @@ class RunReader:
         )
 
     def _job_ids(self, attempts: Sequence[RecordedAttempt]) -> list[str]:
-        """The newest job that has started here, the newest that Slurm has started, and jobs that will train here."""
+        """Lists the newest job that started here, the newest that Slurm started, and jobs that will train here."""
         started = [attempt.job for attempt in attempts if attempt.job][-1:]
         starts = self._dir / SLURM_STARTS
         noted = [line.split()[0] for line in starts.read_text().splitlines() if line.strip()] if starts.exists() else []
@@ -232,7 +233,7 @@ class RunReader:
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """Looks at a run once, without asking Slurm.
+    """Reads the status of a run once, without asking Slurm.
 
     Raises:
         DataError: no run has begun there, or its manifest is damaged.
@@ -241,7 +242,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether a directory has any of the files that a run writes."""
+    """Tells whether a directory has any of the files that a run writes."""
     return any((run_dir / name).exists() for name in (JOURNAL, MANIFEST, ATTEMPTS, SLURM_STARTS, AGENTS))
 
 

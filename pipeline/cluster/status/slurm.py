@@ -1,4 +1,4 @@
-"""The Slurm jobs of a run: squeue, and sacct where the site has it. Nothing here is needed for the rest of a status."""
+"""The Slurm jobs of a run: squeue, and sacct where the site has it. The rest of a status needs nothing from here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 5.0
 _FORMAT = "%i|%j|%T|%r|%M|%L|%D|%N|%S|%Z"
 _SET = re.compile(r"run\.dir=(.*)")
 _FIELD_END = r"(?= +[A-Z][A-Za-z/:]*=| *\n| *$)"
-"""End of a field of `scontrol show --oneliner`: the next one begins there, since values may have spaces."""
+"""End of a field of `scontrol show --oneliner`: it reaches to the next field, since values may have spaces."""
 _WORDS = {
     "None": "",
     "AccountNotAllowed": "this partition is not for its account",
@@ -72,13 +72,13 @@ class QueuedJob:
     Attributes:
         id: number of the job.
         state: PENDING, RUNNING, ...
-        reason: why it waits or how it ended, in Slurm's word.
-        why: the same in plain words; empty where there is nothing to say.
+        reason: why the job waits or how it ended, in Slurm's word.
+        why: the reason in plain words; empty where there is none.
         elapsed: time since its start, as Slurm prints it.
         left: time until its time limit, as Slurm prints it.
         nodes: number of nodes.
         nodelist: names of the nodes, as Slurm abbreviates them.
-        start: time when it began, or is expected to.
+        start: time when the job began, or is expected to begin.
         workdir: directory from which it was submitted.
     """
 
@@ -96,7 +96,7 @@ class QueuedJob:
 
 
 def find_jobs(ids: Sequence[str]) -> list[QueuedJob]:
-    """Jobs with these numbers that Slurm still knows; sacct lists jobs that the controller has forgotten."""
+    """Finds the jobs with these numbers; sacct also knows jobs that the controller has forgotten."""
     if not ids or shutil.which("squeue") is None:
         return []
     found = _queue("--states=all", f"--jobs={','.join(ids)}")
@@ -105,16 +105,16 @@ def find_jobs(ids: Sequence[str]) -> list[QueuedJob]:
 
 
 def own_jobs() -> list[QueuedJob]:
-    """This user's jobs that wait or run; none where there is no Slurm."""
+    """Lists this user's waiting and running jobs; none where there is no Slurm."""
     if shutil.which("squeue") is None:
         return []
     return _queue("--states=PENDING,RUNNING,COMPLETING,SUSPENDED,CONFIGURING,REQUEUED", f"--user={os.getuid()}")
 
 
 def run_dir_of_job(job: QueuedJob) -> Path | None:
-    """The run directory of a job of `slurm/train.sbatch`; None where nothing tells.
+    """Returns the run directory of a job of `slurm/train.sbatch`; None where it is unknown.
 
-    `headrace submit` leaves it in the job's comment; a plain submission has it in its command line.
+    `headrace submit` writes it into the job's comment; a job submitted by hand has it in its command line.
     """
     text = _output("scontrol", "show", "job", "--oneliner", job.id) or ""
     commented = re.search(rf" Comment=(/.*?){_FIELD_END}", text)
@@ -134,17 +134,17 @@ def run_dir_of_job(job: QueuedJob) -> Path | None:
 
 
 def output_files(ids: Sequence[str]) -> list[Path]:
-    """Output files of the jobs that the controller still knows."""
+    """Lists the output files of the jobs that the controller still knows."""
     found = [_output("scontrol", "show", "job", "--oneliner", each) for each in ids if shutil.which("scontrol")]
     names = [re.search(rf" StdOut=(/.*?){_FIELD_END}", text or "") for text in found]
     return [Path(name[1]) for name in names if name is not None]
 
 
 def _words(command: str) -> list[str]:
-    """The words of a job's command line, which Slurm prints without the quotes that it had."""
+    """Splits a job's command line into words; Slurm prints it without its quotes."""
     try:
         return shlex.split(command)
-    except ValueError:  # an apostrophe in one of them
+    except ValueError:  # a word has an apostrophe
         return command.split()
 
 
@@ -183,13 +183,13 @@ def _accounted(number: str) -> QueuedJob | None:
 
 
 def _output(*command: str) -> str | None:
-    """Output of a command; None where it fails, or does not answer."""
+    """Returns a command's output; None where it fails or does not answer."""
     done = run_slurm(*command, timeout_s=_TIMEOUT_S)
     return None if done.returncode else done.stdout
 
 
 def in_words(reason: str) -> str:
-    """A reason in words; the reason itself where it is not known, and empty where there is none."""
+    """Puts Slurm's reason into plain words; keeps an unknown reason as it is."""
     name = reason.strip("()").partition(",")[0].strip()
     if name in _WORDS:
         return _WORDS[name]

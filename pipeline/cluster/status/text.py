@@ -16,12 +16,12 @@ from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import clock
 
 _SHOWN = 5
-"""Faults and attempts that are printed; --json has all."""
+"""Number of faults and of attempts that are printed; --json has all."""
 _NODES = 8
 
 
 def lines_of(status: RunStatus) -> Iterator[str]:
-    """The lines of a status, each with its label."""
+    """Yields the lines of a status, each with its label."""
     yield line("run", str(status.dir) if status.uploads is None else f"{status.uploads.url}, on this host {status.dir}")
     for job in status.jobs:
         yield line("Slurm job", job_line(job))
@@ -46,7 +46,7 @@ def lines_of(status: RunStatus) -> Iterator[str]:
 
 
 def job_line(job: QueuedJob) -> str:
-    """State of a job, and why it waits."""
+    """Formats a job's state, and why it waits."""
     if job.state == "PENDING":
         start = f", expected to start at {job.start}" if job.start not in ("", "N/A") else ""
         why = f": {job.why}" if job.why else ""
@@ -58,14 +58,14 @@ def job_line(job: QueuedJob) -> str:
 
 
 def step_text(status: RunStatus) -> str:
-    """The newest step and its share of the run: "7 of 20 (35 %)"."""
+    """Formats the newest step and its share of the run: "7 of 20 (35 %)"."""
     if not status.steps:
         return f"{status.step:,}"
     return f"{status.step:,} of {status.steps:,} ({100 * status.step / status.steps:.0f} %)"
 
 
 def state_text(status: RunStatus) -> str:
-    """The state of a run in one word or two, for a table."""
+    """Names the state of a run in one or two words, for a table."""
     if status.training:
         return "training"
     waiting = next((job for job in status.jobs if job.state == "PENDING"), None)
@@ -77,7 +77,7 @@ def state_text(status: RunStatus) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A time that has passed, in its largest unit."""
+    """Formats a time in the past, in its largest unit."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
@@ -85,7 +85,7 @@ def ago(seconds: float) -> str:
 
 
 def line(label: str, text: str) -> str:
-    """A line with its label."""
+    """Formats a line with its label."""
     return f"{label:>14}  {text}"
 
 
@@ -123,7 +123,7 @@ def _checkpoint(status: RunStatus) -> str:
 
 
 def _uploads(uploads: Uploading) -> Iterator[str]:
-    """Uploads: the newest checkpoint in the object store, the backlog, and errors."""
+    """Yields the lines on uploads: the newest checkpoint in the object store, the backlog, and errors."""
     durable, age = uploads.durable_step, uploads.durable_age_seconds
     newest = "no checkpoint yet" if durable is None else f"newest checkpoint of step {durable:,}"
     since = "" if age is None else f", there since {ago(age)}"
@@ -166,7 +166,7 @@ def _place(status: RunStatus) -> Iterator[str]:
 
 
 def _read(attempts: Sequence[RecordedAttempt]) -> Iterator[str]:
-    """The sources of the checkpoint that the newest start has read, if any of it came from memory."""
+    """Yields where the newest start read its checkpoint from, if any part came from memory."""
     read = attempts[-1].read if attempts else {}
     memory, others, files = (read.get(name, 0) / 1e9 for name in ("memory", "other_nodes", "run_dir"))
     if memory or others:

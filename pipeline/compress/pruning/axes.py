@@ -1,7 +1,7 @@
 """Maps the dims of stored tensors to sizes of the config, by architecture. No torch.
 
-Names are those of the files, in which experts are separate, so that a model is cut tensor by tensor. Tensors that are
-not in the table are refused: a forgotten one would make a folder that does not load, or loads and is wrong.
+Names are those in the files, where experts are separate, because a model is cut tensor by tensor. Tensors that are not
+in the table are refused: a forgotten one would make a folder that does not load, or gives wrong outputs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ HIDDEN, FFN, EXPERT_FFN = "hidden_size", "intermediate_size", "moe_intermediate_
 GROUPS, EXPERTS, LAYERS = "num_key_value_heads", "num_experts", "num_hidden_layers"
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts")
-"""Config keys of the number of experts: Qwen3-MoE on the Hub has the first, saved by transformers 5 the second."""
+"""Config keys of the number of experts: Qwen3-MoE on the Hub has the first, a save by transformers 5 the second."""
 
 _LAYER, _EXPERT = r"model\.layers\.(?P<layer>\d+)\.", r"experts\.(?P<expert>\d+)\."
 _GPT2 = r"(?:transformer\.)?"
 _FUSED, _PARTS = "queries, keys, values", 3
-"""Axis of a dim of which queries, keys and values have a third each (GPT-2), and the number of its parts."""
+"""Axis of a dim that queries, keys and values share in thirds (GPT-2), and the number of its parts."""
 Dims = tuple[str | None, ...]
 
 _ATTENTION: dict[str, Dims] = {
@@ -81,7 +81,7 @@ class Architecture:
         scaled_embedding: whether embeddings are multiplied by the root of hidden_size (Gemma).
         tensor_parallel: whether importance can be gathered with tensor parallelism.
         soft_cap: whether attention caps its scores, which headrace's own attention does not.
-        heads_of_hidden: whether a head always has hidden_size / heads features, so that both are cut together.
+        heads_of_hidden: whether a head always has hidden_size / heads features: heads and hidden size are cut together.
         norm_eps: config key of the norms' epsilon.
         transposed: whether matrices are stored as [inputs, outputs].
     """
@@ -141,7 +141,7 @@ class PrunableTensor:
         dims: (axis, features per unit of the axis) of every dim; (None, size) for a dim that stays.
         layer: index of its decoder layer, or None.
         expert: index of its expert, or None.
-        parts: number of consecutive parts of the dim along the heads, each with a share of every head's features.
+        parts: number of consecutive parts of the dim along the heads; each part has a share of every head's features.
     """
 
     dims: tuple[tuple[str | None, int], ...]
@@ -150,21 +150,21 @@ class PrunableTensor:
     parts: int = 1
 
     def elements(self, shape: Mapping[str, int]) -> int:
-        """Number of its elements in a model with other sizes."""
+        """Number of the tensor's elements in a model with other sizes."""
         return prod(width if axis is None else width * shape[axis] for axis, width in self.dims)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model's sizes, and the tensors that have them.
+    """A model's sizes, and the tensors with these sizes.
 
     Attributes:
         architecture: architecture of the model.
         keys: axis -> its key in the folder's config.json.
         sizes: axis -> size, for the axes that the model has.
         tensors: stored name -> tensor.
-        chosen_experts: routed experts of a token; 0 without experts.
-        uniform: whether all layers have the same tensors, so that leaving out any of them saves as many parameters.
+        chosen_experts: number of routed experts per token; 0 without experts.
+        uniform: whether all layers have the same tensors: leaving out any layer saves as many parameters.
         scaled_by_layer: whether the output of a layer depends on its number.
     """
 
@@ -185,7 +185,7 @@ class Anatomy:
         return self.tensors["model.layers.0.self_attn.k_proj.weight"].dims[0][1]
 
     def completed(self, shape: Mapping[str, int]) -> dict[str, int]:
-        """All sizes, some of them replaced: the others keep their value, or follow from a replaced one."""
+        """All sizes with some replaced: the other sizes keep their value, or follow from a replaced one."""
         sizes = {**self.sizes, **shape}
         if self.architecture.heads_of_hidden:
             sizes[GROUPS] = sizes[HIDDEN] // self.head_size

@@ -1,14 +1,14 @@
 """Cuts the kept units out of a model's files, tensor by tensor, and writes a Hugging Face folder.
 
 A norm over fewer channels divides by the root mean square of the channels that are left. Let x be the residual of D
-channels, and let the D' kept ones have the share e of its sum of squares (over the calibration tokens): the root mean
-square becomes sqrt(e D / D') times the old one, and the norm's weight is multiplied by the same factor, so that its
-output keeps its scale. A LayerNorm (GPT-2) first subtracts the mean over the channels, so there e is the share after
-that subtraction; the mean of the kept channels stands for the mean of all. Channels that are zero have no share (of a
-LayerNorm: channels that are the mean), so cutting them changes nothing; for the same reason the config's rms_norm_eps
-is multiplied by D / D' (in Qwen3 it is also that of the norms of queries and keys, whose mean squares it is a millionth
-of). Gemma multiplies its embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and where the head is the
-embedding the last norm is divided by it.
+channels, and let the D' kept ones have the share e of its sum of squares (over the calibration tokens). The root mean
+square becomes sqrt(e D / D') times the old one, and the norm's weight is multiplied by this factor: its output keeps
+its scale. A LayerNorm (GPT-2) first subtracts the mean over the channels: there e is the share after the subtraction,
+and the mean of the kept channels stands for the mean of all. Channels that are zero (in a LayerNorm: equal to the mean)
+have no share, and cutting them changes nothing. For that, the config's rms_norm_eps is multiplied by D / D'. In Qwen3
+it is also the epsilon of the norms of queries and keys, a millionth of their mean squares. Gemma multiplies its
+embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and where the head is the embedding the last norm is divided
+by it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _cut_file(plan: PruningPlan, kept: Kept, name: str, *, scales: Mapping[str, 
 
 
 def renamed(name: str, tensor: PrunableTensor, kept: Kept) -> str | None:
-    """The tensor's name in the result, with the new numbers of layer and expert; None if it is not kept."""
+    """The tensor's name in the result, with its new layer and expert numbers; None if the tensor is not kept."""
     layer, expert = tensor.layer, tensor.expert
     if expert is not None and layer is not None and (chosen := kept.experts.get(layer)) is not None:
         if expert not in chosen:
@@ -164,7 +164,7 @@ def write_config(plan: PruningPlan, shape: Shape, folder: Path) -> None:
 
 
 def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> HfFields:
-    """config.json of the result, with the decoder layers of these numbers: int64 [L']."""
+    """Makes config.json of the result, with the decoder layers of the given numbers, int64 [L']."""
     config, sizes, keys = copy.deepcopy(plan.source.config), plan.anatomy.sizes, plan.anatomy.keys
     config |= {keys[axis]: shape[axis] for axis in shape if axis != FFN or FFN in sizes}
     config["dtype"] = plan.dtype
@@ -174,7 +174,7 @@ def config_of(plan: PruningPlan, shape: Shape, layers: Tensor) -> HfFields:
     if HIDDEN in sizes and shape[HIDDEN] < sizes[HIDDEN]:
         whole = AutoConfig.from_pretrained(
             plan.source.path, local_files_only=True, trust_remote_code=False
-        )  # has what the file leaves out
+        )  # has the keys that the file leaves out
         key = plan.anatomy.architecture.norm_eps
         config[key] = float(getattr(whole, key)) * sizes[HIDDEN] / shape[HIDDEN]
     if EXPERTS in sizes:
@@ -190,7 +190,7 @@ def _of_heads(plan: PruningPlan, shape: Shape) -> HfFields:
 
 
 def _of_layers(plan: PruningPlan, layers: Tensor) -> HfFields:
-    """Fields that describe single layers, for the kept ones, including those transformers derives by number."""
+    """Fields that describe single layers, for the kept layers; includes fields that transformers derives by number."""
     total = plan.anatomy.sizes[LAYERS]
     if len(layers) == total:
         return {}

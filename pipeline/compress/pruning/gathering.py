@@ -1,4 +1,4 @@
-"""Gathers importance on all processes, in one process group, once the shape for a target latency is found."""
+"""Gathers importance on all processes, in one process group, once a target latency has given the shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pipeline.runtime.launch.rendezvous import Rendezvous
 from pipeline.runtime.launch.wait_for_rank_zero import wait_for_rank_zero
 
 _REPEATS = 7
-"""Passes of each of the two models, alternating; the fastest counts, as disturbances change it least."""
+"""Passes of each of the two models, alternating; the fastest pass counts, as disturbances change it least."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _gather_together(plan: PruningPlan, launch: Launch, model: nn.Module | None,
 
 
 def gather_here(plan: PruningPlan, launch: Launch, model: nn.Module | None) -> Sums:
-    """This process's part of the sums.
+    """Gathers this process's part of the sums.
 
     Args:
         plan: plan of the pruning.
@@ -129,7 +129,7 @@ def windows_of(plan: PruningPlan, launch: Launch) -> Iterator[Windows]:
 
 
 def shape_for_latency(plan: PruningPlan) -> tuple[Shape, float]:
-    """Finds a shape whose forward time is at most `target.latency` of the original's; returns it and its share.
+    """Finds a shape whose forward time is at most `target.latency` of the original's; returns shape and share.
 
     The search only tries one ratio for all axes: differences between neighbouring shapes are below the noise.
 

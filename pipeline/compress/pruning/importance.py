@@ -1,7 +1,8 @@
 """Importance by activations: sums over calibration tokens, in fp64, that any number of processes add up.
 
-Every sum is over tokens. Data-parallel ranks run other windows, context-parallel ones other positions of the same,
-tensor-parallel ones other features or positions, pipeline stages other layers: one all-reduce makes the sums of all.
+Every sum is over tokens. Data-parallel ranks run different windows, context-parallel ranks different positions of one
+window, tensor-parallel ranks different features or positions, pipeline stages different layers: one all-reduce adds
+them all up.
 Summed values, by key:
 
 | key | shape | summed over tokens |
@@ -15,10 +16,10 @@ Summed values, by key:
 | `layers.N.without` | [1] | loss without the layer, nats |
 | `tokens` | [1] | 1 |
 
-The input of a LayerNorm (GPT-2) is taken less its mean over the channels, which is what that norm squares.
+A LayerNorm's input (GPT-2) is taken less its mean over the channels, because that norm squares the difference.
 
-Source of the choice of sums: Muralidharan et al. 2024, Minitron (arXiv:2407.14679), section 2.2; block influence: Men
-et al. 2024, ShortGPT (arXiv:2403.03853), section 3.2.
+Sources: the choice of sums: Muralidharan et al. 2024, Minitron (arXiv:2407.14679), section 2.2; block influence: Men et
+al. 2024, ShortGPT (arXiv:2403.03853), section 3.2.
 
 Shapes: D residual channels, F FFN channels, E experts, H heads.
 """

@@ -1,4 +1,4 @@
-"""The layout in which importance is gathered: the section as a training config, the processes as its mesh. No torch.
+"""The layout that gathers importance: the section as a training config, the processes as its mesh. No torch.
 
 Importance only needs forward passes: engines run them as they evaluate a model in training, in fp32, with an optimizer
 that has no state.
@@ -25,7 +25,7 @@ _AXES = ("pp", "cp", "tp")
 def layout_of(
     config: PruneConfig, source: ModelFolder, architecture: Architecture, *, world_size: int
 ) -> ResolvedRun | None:
-    """The layout of a pruning's processes; None if each has the whole model and only windows are divided.
+    """The layout of a pruning's processes; None if each has the whole model and they only divide the windows.
 
     Args:
         config: pruning config, with the data settings of the model's training.
@@ -54,7 +54,7 @@ def layout_of(
 
 
 def data_ranks(layout: ResolvedRun | None, *, world_size: int) -> int:
-    """Number of processes, or of groups that share a model, with different windows (data parallelism)."""
+    """Number of processes with different windows (data parallelism), or of groups that share a model."""
     return world_size if layout is None else layout.topology.dp
 
 
@@ -84,7 +84,7 @@ def _check_architecture(config: PruneConfig, architecture: Architecture) -> None
 def _training_config(config: PruneConfig, source: ModelFolder, architecture: Architecture, world_size: int) -> Config:
     how, data = config.importance, config.data
     groups = world_size // (how.pp * how.cp * how.tp)
-    # a schedule of as many micro-batches as there are stages is asked for; evaluations need none
+    # a schedule needs at least as many micro-batches as stages; evaluations need none
     raw: ConfigTree = {
         "engine": how.engine,
         "model": {"path": str(source.path), "attn_implementation": "eager" if architecture.soft_cap else "sdpa"},

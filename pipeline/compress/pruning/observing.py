@@ -1,7 +1,7 @@
 """Hooks that add up activations while a model runs; see the table in `importance`.
 
-They see the values of this process: all windows of its batches or its positions of them, all features or its shard. The
-inside of fused experts has no module to hook; it is computed a second time from the module's inputs.
+They see this process's values: all windows of its batches or its positions of them, all features or its shard. The
+inside of fused experts has no module to hook: it is computed a second time from the module's inputs.
 
 Shapes: B windows of a batch, T positions of this process, D residual channels, F FFN channels, E experts, N = B T.
 """
@@ -29,7 +29,7 @@ _NORM = re.compile(
 
 
 class Observer:
-    """Sums over the tokens of the forward passes that it watches.
+    """Sums over the tokens of the forward passes during `watching`.
 
     Args:
         device: device of the sums.
@@ -43,7 +43,7 @@ class Observer:
         self._rows, self._of = 1, 1
 
     def begin(self, *, rows: int, of: int) -> None:
-        """Sets how many windows of the coming batch count: the first `rows` of `of`. The others are padding."""
+        """Sets how many windows of the coming batch count: the first `rows` out of `of`. The others are padding."""
         self._rows, self._of = rows, of
 
     def add(self, key: str, value: Tensor) -> None:
@@ -165,14 +165,14 @@ def left_out(layer: nn.Module | None) -> Iterator[None]:
 
 
 def states_of(positional: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
-    """The hidden states that a decoder layer gets."""
+    """Finds the hidden states among a decoder layer's arguments."""
     states: Tensor = positional[0] if positional else given["hidden_states"]
     return states
 
 
 def feature_offset(module: nn.Module, features: int) -> tuple[int, int]:
-    """First input feature of this process's shard of a layer, and the number of all features."""
-    group = getattr(module, "group", None)  # of a layer in tensor-parallel shards
+    """First input feature of this process's shard of a layer, and the total number of features."""
+    group = getattr(module, "group", None)  # layers in tensor-parallel shards have one
     if group is None:
         return 0, features
     return dist.get_rank(group) * features, dist.get_world_size(group) * features

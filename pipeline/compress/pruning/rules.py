@@ -150,7 +150,7 @@ def _within(config: PruneConfig, source: ModelFolder, anatomy: Anatomy, choices:
 
 
 def _allowed(config: PruneConfig, anatomy: Anatomy) -> dict[str, list[int]]:
-    """Allowed sizes of every axis that may be cut."""
+    """Sizes that the result may have, for every axis that may be cut."""
     names = config.axes if config.axes is not None else [axis for axis in _DEFAULT_AXES if _is_free(axis, anatomy)]
     for axis in names:
         _check_searched(f"axes.{axis}", axis, anatomy)
@@ -225,7 +225,7 @@ def _check_axis(field: str, axis: str, anatomy: Anatomy, value: object) -> None:
 
 
 def _is_free(axis: str, anatomy: Anatomy) -> bool:
-    """Whether a search may choose the size of an axis: it does not follow from another."""
+    """Whether a search may choose the size of an axis: it does not follow from another axis."""
     return axis in anatomy.sizes and not (axis == GROUPS and anatomy.architecture.heads_of_hidden)
 
 

@@ -1,6 +1,6 @@
 """Runs a pruning: gathers importance, cuts, writes, evaluates before and after, commits the directory.
 
-With several processes all of them gather (`gathering`); then only rank 0 continues.
+With several processes, all gather importance (`gathering`); then only rank 0 continues.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def step_numbers(recorded: Details) -> Details:
 
 
 def unseen_line(unseen: Sequence[tuple[int, int]], *, shown: int = 8) -> str:
-    """A warning about each (layer, expert) that got no calibration token and loses channels."""
+    """A warning about each (layer, expert) that got no calibration token and yet loses channels."""
     places = ", ".join(f"expert {expert} of layer {layer}" for layer, expert in unseen[:shown])
     more = f" and {len(unseen) - shown} more" if len(unseen) > shown else ""
     why = f"warning: {places}{more} got no token of the calibration: which of their channels go is arbitrary"

@@ -1,13 +1,12 @@
-"""Finds the shape that meets a target: one ratio for all axes, then the rest for the axes that lost most.
+"""Finds the shape that meets a target: one ratio for all axes, then the rest of the budget for the axes that lost most.
 
-1. Every axis that may be cut goes to the largest allowed size that is at most r times its own. r is the largest for
-   which the cost stays within the target; it is found by bisection over the finitely many ratios at which a size
-   changes, since the cost grows with every size.
-2. While a next larger size of one axis still fits, the axis that is smallest beside its original size grows (the first
-   of them in the order of `axes`).
-3. Where that leaves more than 5 % of the target unused, as coarse sizes may, all combinations of the sizes nearest to
-   the ratio are tried as well (four of each axis), and the one that comes nearest to the target is taken; of equal ones
-   the one whose axes are cut most evenly.
+1. Every axis that may be cut gets the largest allowed size that is at most r times the original. r is the largest ratio
+   whose cost stays within the target. It is found by bisection over the finitely many ratios at which a size changes,
+   since the cost grows with every size.
+2. While a next larger size of one axis still fits, the axis that is smallest beside its original size grows (among
+   equals the first in the order of `axes`).
+3. Coarse sizes may leave more than 5 % of the target unused. Then all combinations of the sizes nearest to the ratio
+   are tried as well (four of each axis), and the one nearest to the target is taken; among equals the most even cut.
 
 No torch.
 """
@@ -32,7 +31,7 @@ class Choices:
 
     Attributes:
         original: axis -> size in the original model.
-        allowed: axis that may be cut -> its allowed sizes, ascending; the last one is the original's.
+        allowed: axis that may be cut -> its allowed sizes, ascending; the last is the original's size.
     """
 
     original: Mapping[str, int]
@@ -75,7 +74,7 @@ def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> 
     if cost(choices.smallest) > limit:
         return None
     ratios = choices.ratios()
-    low, high = 0, len(ratios)  # ratios[low] fits, or is as small as it gets
+    low, high = 0, len(ratios)  # ratios[low] fits, or is the smallest
     while high - low > 1:
         middle = (low + high) // 2
         if cost(choices.at(ratios[middle])) <= limit:
@@ -92,7 +91,7 @@ def search(choices: Choices, cost: Cost, limit: float, *, grow: bool = True) -> 
 
 
 def _nearest(choices: Choices, shape: Shape, ratio: float, cost: Cost, limit: float) -> Shape:
-    """The shape of step 3; `shape` if none is nearer to the target."""
+    """The shape of step 3; `shape` if no other is nearer to the target."""
     near = [
         sorted(sizes, key=lambda size, axis=axis: abs(log(size / choices.original[axis] / ratio)))[:_NEAREST]  # type: ignore[misc]
         for axis, sizes in choices.allowed.items()

@@ -1,9 +1,9 @@
 """Selects the units to keep by the sums of `importance`: the most important ones, in their old order.
 
 FFN channels are chosen in each layer (and each expert), key/value heads in each layer with the query heads of their
-group, experts in each layer by routing mass, layers by their influence or loss, residual channels once for all. The
-score of a residual channel is the sum over the norms that read the residual stream of its activation behind the norm,
-each norm's scores divided by their mean, so that none counts more than another.
+group, experts in each layer by routing mass, layers by their influence or loss, residual channels once for all. A
+residual channel's score is the sum of its activations after the norms that read the residual stream. Each norm's scores
+are divided by their mean: no norm counts more than another.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def select(sums: Mapping[str, Tensor], anatomy: Anatomy, shape: Shape, *, metric
 
 
 def unseen_experts(sums: Mapping[str, Tensor], kept: Kept) -> list[tuple[int, int]]:
-    """Kept experts, as (layer, expert), whose channels have to be ranked but that got no token."""
+    """Kept experts, as (layer, expert), whose channels have to be ranked although no token reached them."""
     tokens = {place: sums.get(f"layers.{place[0]}.experts.tokens") for place in kept.ffn if place[1] is not None}
     return [
         (layer, expert)
@@ -105,19 +105,19 @@ def _is_kept(kept: Kept, layer: int, expert: int) -> bool:
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending; among equal scores the first."""
+    """Indices of the `count` highest scores, ascending; the first among equal scores."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[:count].sort().values
 
 
 def _of_groups(features: Tensor, groups: int) -> Tensor:
-    """Scores of key/value heads: sums over all features of the query heads in their groups."""
+    """Scores of key/value heads: sums over all features of the query heads in each group."""
     return features.view(groups, -1).sum(1)
 
 
 def residual_scores(sums: Mapping[str, Tensor], moment: str) -> Tensor:
     """Scores of the residual channels [D]."""
-    post = any("pre_feedforward_layernorm" in key for key in sums)  # Gemma 2: this norm is behind the attention
+    post = any("pre_feedforward_layernorm" in key for key in sums)  # Gemma 2: this norm follows the attention
     found = [
         value
         for key, value in sorted(sums.items())

@@ -1,7 +1,7 @@
 """Gathers importance with a sharded model: tensor, pipeline and context parallelism, FSDP2, ZeRO-3.
 
-The engine of the layout runs the model as in an evaluation during training; each process reads its shards from the
-files. The hooks are on the modules of this process's part; other processes see the rest.
+The layout's engine runs the model as in an evaluation during training; each process reads its shards from the files.
+Each process hooks the modules of its own part.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pipeline.models.hf_config import read_hf_config
 
 
 def open_model(run: ResolvedRun) -> nn.Module:
-    """Opens the model of a layout on the meta device, in fp32; refuses it before a process group is opened.
+    """Opens a layout's model on the meta device, in fp32; an unsupported layout fails before a process group opens.
 
     Raises:
         ConfigError: the architecture does not support the layout.
     """
     assert run.config.model.path is not None
     config: Any = read_hf_config(run.config.model.path)
-    for key, value in config.to_dict().items():  # of training; evaluations have none
+    for key, value in config.to_dict().items():  # training settings; evaluations have no dropout
         if ("dropout" in key or key.endswith(("pdrop", "layerdrop"))) and isinstance(value, float):
             setattr(config, key, 0.0)
     if getattr(config, "output_router_logits", False):
@@ -86,7 +86,7 @@ def gather_sharded(
 
 
 def _counting(decoder: nn.Module, observer: Observer, batches: Sequence[Windows]) -> Any:
-    """Hooks a decoder to begin the next batch at every pass: schedules keep the order of the batches."""
+    """Hooks a decoder to begin the next batch at every pass: schedules keep the order of batches."""
     coming = iter(batches)
 
     def begin(*_: Any) -> None:
@@ -97,7 +97,7 @@ def _counting(decoder: nn.Module, observer: Observer, batches: Sequence[Windows]
 
 
 def _without_layers(engine: Engine, batches: Sequence[Windows], count: int) -> Sums:
-    """Loss without each layer, over all processes; other ranks than 0 get zeros, as sums are added up."""
+    """Loss without each layer, over all processes; ranks other than 0 return zeros, as sums are added up."""
     own = {number: layer for decoder in engine.decoders for number, layer in decoder_layers(decoder.causal).items()}
     sums: Sums = {}
     for number in range(count):

@@ -15,7 +15,7 @@ from pipeline.compress.pruning.rules import PruningPlan
 
 _FILE = "importance.safetensors"
 _VERSION = 2
-"""Version of the sums, to be raised when their contents change."""
+"""Version of the sums; raise it when their contents change."""
 
 
 def work_directory(plan: PruningPlan) -> Path:
@@ -24,14 +24,14 @@ def work_directory(plan: PruningPlan) -> Path:
 
 
 def needs_loss(plan: PruningPlan) -> bool:
-    """Whether the loss without each layer is needed: layers are cut by it."""
+    """Whether layers are cut by the loss without each of them."""
     fewer = plan.shape is not None and plan.shape[LAYERS] < plan.anatomy.sizes[LAYERS]
     searched = plan.choices is not None and LAYERS in plan.choices.allowed
     return plan.config.importance.depth == "loss" and (fewer or searched)
 
 
 def fingerprint(plan: PruningPlan) -> str:
-    """Fingerprint of all that the sums depend on: model, tokens, windows; not the number of processes."""
+    """Fingerprint of all inputs of the sums: model, tokens, windows; not the number of processes."""
     data = plan.config.data
     return fingerprint_of(
         {

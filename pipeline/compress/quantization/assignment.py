@@ -1,4 +1,4 @@
-"""Schemes of the layers of a Hugging Face folder, where not all have the same. No torch."""
+"""Schemes of a Hugging Face folder's layers, which may differ. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-"""Projection -> the matrix product vLLM fuses it into, which has one scheme (`packed_modules_mapping`)."""
+"""Projection -> the matrix product into which vLLM fuses it, which has one scheme (`packed_modules_mapping`)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LayerScheme:
         return SCHEMES[self.name]
 
     def stored_bytes(self, shape: tuple[int, int], *, scale_bytes: int) -> int:
-        """Bytes of a weight [O, I] in the file: integers, scales, and if packed the shape as two int64."""
+        """Bytes of a weight [O, I] in the file: integers, scales, and if they are packed, the shape as two int64."""
         outputs, inputs = shape
         packed = not self.what.activations
         row = -(-inputs * self.what.bits // 32) * 4 if packed else inputs

@@ -1,4 +1,4 @@
-"""The byte budget of mixed bits: choices of each unit of a model, and their bytes. No torch.
+"""The byte budget of mixed bits: choices of each unit of a model, and the bytes of each choice. No torch.
 
 A unit is a set of layers that have to share a scheme.
 """
@@ -32,7 +32,7 @@ class QuantizedUnit:
     """Layers that share a scheme.
 
     Attributes:
-        layers: names of the layers in a Hugging Face folder; for a GGUF file the sources of one of its tensors.
+        layers: names of the layers in a Hugging Face folder; for a GGUF file, the sources of one tensor.
         bytes: choice -> bytes in the file.
     """
 
@@ -47,7 +47,7 @@ class Budget:
     Attributes:
         limit: largest size of the weight files, in bytes.
         fixed: bytes of the weight files that no choice changes.
-        units: name -> unit; in a GGUF file the names of its tensors.
+        units: name -> unit; in a GGUF file, names are those of its tensors.
     """
 
     limit: int
@@ -66,7 +66,7 @@ class Budget:
 def plan_budget(
     config: QuantizeConfig, source: ModelFolder, layers: Mapping[str, tuple[int, int]], gguf: GgufPlan | None
 ) -> Budget | None:
-    """The budget of scheme mixed; None for other schemes.
+    """Plans the budget of scheme mixed; None for other schemes.
 
     Raises:
         ConfigError: the budget is below the smallest possible size, or the unchanged model meets it.
@@ -144,7 +144,7 @@ def _folder_units(
 
 
 def _given(config: QuantizeConfig, layers: Iterable[str]) -> dict[str, str | None]:
-    """Layer -> scheme given by the config, which leaves no choice; None for the others."""
+    """Layer -> scheme that the config fixes; None for the other layers."""
     return {name: config.head if name == "lm_head" else None for name in layers}
 
 
@@ -164,7 +164,7 @@ def _file_units(config: QuantizeConfig, plan: GgufPlan) -> tuple[int, dict[str, 
     units = {}
     for tensor in plan.tensors:
         fitted = {fitting(kind, tensor.shape[-1]) for kind in types} - FLOATING_POINT
-        if tensor.type == GGMLQuantizationType.F32 or not fitted:  # rows that no block divides stay as they are
+        if tensor.type == GGMLQuantizationType.F32 or not fitted:  # rows that no block divides stay unchanged
             fixed += tensor.stored_bytes
             continue
         choices = {kind.name: replace(tensor, type=kind).stored_bytes for kind in sorted(fitted, key=_bits)}

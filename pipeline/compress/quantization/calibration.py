@@ -1,7 +1,7 @@
-"""Calibrated quantization, decoder layer by decoder layer: each gets the outputs of the quantized ones before.
+"""Calibrated quantization, one decoder layer at a time: each gets the outputs of the quantized layers before it.
 
-The hidden states of all calibration windows are in the host's memory, and the second moments of the inputs of one
-decoder layer; the layer that is worked on is on the device.
+The host's memory holds the hidden states of all calibration windows, and the second moments of the inputs of one
+decoder layer. The device holds the current layer.
 
 Shapes: B windows per batch, T tokens, D model.
 """
@@ -31,11 +31,11 @@ class Method:
     """Steps that calibration applies to a decoder layer.
 
     Attributes:
-        scale: returns the scales [O, G] of a linear layer.
-        rounding: rounding of GPTQ to the numbers that the scheme stores; name -> rounding if layers have several
-            schemes; None for no GPTQ.
+        scale: function that returns the scales [O, G] of a linear layer.
+        rounding: GPTQ's rounding to the numbers that the scheme stores; name -> rounding if layers have several
+            schemes; None without GPTQ.
         smoother: smoothing, applied first; None for none.
-        sign_round: SignRound, in place of GPTQ; None for none.
+        sign_round: SignRound, in place of GPTQ; None for no SignRound.
     """
 
     scale: Scale
@@ -98,12 +98,12 @@ def calibrate_layer(
 
     Args:
         layer: decoder layer in fp32.
-        linear: name -> linear layer of it to round.
+        linear: name -> linear layer, within `layer`, to round.
         hidden: input of the layer for every batch, fp32 [B, T, D] on the CPU.
         arguments: other arguments of the layer, the same for all batches.
         method: steps applied to the layer.
         device: device on which the layer is run.
-        last: whether it is the last layer, whose output is not needed.
+        last: whether this is the last layer, whose output is not needed.
 
     Returns:
         Name -> scales of every layer that was rounded, and the layer's output for every batch; empty for the last.
@@ -135,7 +135,7 @@ def _round(
     method: Method,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Rounds linear layers in place by GPTQ, those with the same input together; returns name -> scales."""
+    """Rounds linear layers in place by GPTQ, together if they have the same input; returns name -> scales."""
     moments = SecondMoments(device)
     with moments.observe(linear):
         for states in hidden:
@@ -182,7 +182,7 @@ def layer_inputs(
     Runs the decoder without its head, whose logits would be the largest tensor of all.
 
     Raises:
-        DataError: layers get other positional arguments than hidden states, or arguments that differ between batches.
+        DataError: layers get positional arguments beside hidden states, or arguments that differ between batches.
     """
     decoder: nn.Module = model.base_model  # type: ignore[assignment]
     arguments: list[dict[str, Any]] = []

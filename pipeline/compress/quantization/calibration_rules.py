@@ -1,4 +1,4 @@
-"""Rules of the calibration text of a quantization, and of an importance matrix. No torch."""
+"""Rules for the calibration text of a quantization and of an importance matrix. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_calibration(data: HeldOutData, calibration: CalibrationSection) -> Toke
     """Opens the split, and checks that it has enough windows.
 
     Raises:
-        ConfigError: it has too few windows.
+        ConfigError: the split has too few windows.
         DataError: there is no such split, or it is shorter than one window.
     """
     dataset, samples = open_split(data, calibration), calibration.samples
@@ -38,14 +38,14 @@ def open_calibration(data: HeldOutData, calibration: CalibrationSection) -> Toke
 
 
 def plan_calibration(config: QuantizeConfig, layers: Mapping[str, tuple[int, int]]) -> TokenDataset:
-    """Opens the calibration split; it has the tokenizer of the held-out data.
+    """Opens the calibration split, which has the held-out data's tokenizer.
 
     Args:
         config: config with a calibrated method.
         layers: name -> (outputs, inputs) of the linear layers of a folder.
 
     Raises:
-        ConfigError: it has too few windows, or for GPTQ these have fewer tokens than a layer has inputs.
+        ConfigError: the split has too few windows, or for GPTQ its windows have fewer tokens than a layer has inputs.
         DataError: there is no such split, or it is shorter than one window.
     """
     length, samples = config.data.sequence_length, config.calibration.samples
@@ -61,7 +61,7 @@ def check_imatrix(config: QuantizeConfig) -> None:
     """Checks that an importance matrix changes a GGUF file, and that it can be computed.
 
     Raises:
-        ConfigError: it changes nothing, or llama.cpp's library is missing.
+        ConfigError: the matrix changes nothing, or llama.cpp's library is missing.
     """
     names: list[str] = list(config.budget.candidates) if config.budget else [config.scheme]
     if config.budget:

@@ -1,8 +1,8 @@
 """Norms of decoder layers and the layers they feed, for scaling channels without changing the model. No torch.
 
 A norm's weight can take any factor per channel, if the linear layers that read its output are divided by it. In these
-architectures nothing else reads it; in others (a residual stream that takes the norm's output, parallel blocks, norms
-behind a layer) the names below would not be all of its readers, so they are not guessed.
+architectures nothing else reads the output. In others (a residual stream that takes the norm's output, parallel blocks,
+norms behind a layer) the names below would miss some readers: these architectures are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Family:
         attention_norm: name of the norm that only the query, key and value projections read.
         mlp_norm: name of the norm that only gate and up projections and the router read.
         offset: number added to a norm's weight before it multiplies; 1 for Gemma.
-        norms_outputs: whether norms follow the layers, too: a rotation does not commute with them.
+        norms_outputs: whether norms also follow the layers: a rotation does not commute with them.
     """
 
     attention_norm: str = "input_layernorm"

@@ -1,13 +1,13 @@
 """GPTQ: rounds the weights of a linear layer one input at a time; the remaining inputs compensate the error.
 
-For a layer with inputs x the error of its output is tr(dW H dW^T), H = E[x x^T]. After input j is rounded, the others
-are changed so that this error is smallest; the Cholesky factor of H^-1 has all that is needed for every j.
-Source: Frantar et al. 2023 (arXiv:2210.17323), algorithm 1; inputs are taken in the order of falling H_jj, with the
-scales of the original groups, so that what is stored has no permutation.
+For a layer with inputs x the error of its output is tr(dW H dW^T), H = E[x x^T]. After input j is rounded, the
+remaining inputs change to make this error smallest; the Cholesky factor of H^-1 has the coefficients for every j.
+Source: Frantar et al. 2023 (arXiv:2210.17323), algorithm 1. Inputs are taken in the order of falling H_jj, with the
+scales of the original groups: the stored result has no permutation.
 
-The weights of one input are a row here, in one piece of memory. Corrections are applied by halves: those of the first
-half of the inputs to the second by one matrix product, and so within each half, down to a few inputs that are rounded
-one by one. So almost all of the arithmetic is in matrix products, at every size of a cache.
+Here the weights of one input are a row, contiguous in memory. Corrections are applied by halves: one matrix product
+corrects the second half of the inputs for the first half, and each half is treated the same way, down to a few inputs
+that are rounded one by one. So almost all of the arithmetic is in matrix products, for every cache size.
 
 Shapes: O outputs, I inputs, G groups of inputs in a row.
 """
@@ -34,13 +34,13 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
     """Rounds a weight matrix.
 
     Args:
-        weight: fp32 [O, I], the rows of one layer or of several that read the same inputs.
+        weight: fp32 [O, I], rows of one layer or of several layers with the same inputs.
         hessian: fp32 [I, I], mean of x x^T over calibration tokens.
         scale: fp32 [O, G]; I is a multiple of G.
         rounding: rounding to the numbers that the scheme stores.
 
     Returns:
-        fp32 [O, I], every element a number that its scale can store.
+        fp32 [O, I], every element a number that its scale can represent.
     """
     inputs = weight.shape[1]
     diagonal = _without_zeros(hessian.diagonal())
@@ -57,7 +57,7 @@ def gptq(weight: Tensor, hessian: Tensor, scale: Tensor, *, rounding: Rounding) 
 
 
 def _without_zeros(diagonal: Tensor) -> Tensor:
-    """Replaces zeros (inputs that are always 0) by the mean of the others; damping is a share of that mean."""
+    """Replaces zeros (inputs that are always 0) by the mean of the other elements; damping is a share of that mean."""
     zero = diagonal == 0
     mean = diagonal.sum() / (~zero).sum().clamp(min=1)
     return torch.where(zero, torch.where(mean == 0, 1.0, mean), diagonal)
@@ -69,7 +69,7 @@ def _round(
     """Rounds inputs `begin` to `end`, after the corrections of all inputs before `begin`.
 
     Args:
-        rows: weights [I, O], corrected in place; rows of rounded inputs become their errors (old less rounded value).
+        rows: weights [I, O], corrected in place; rows of rounded inputs become their errors (old minus rounded value).
         rounded: [I, O], filled with the rounded weights.
         factor: result of `_corrections`.
         rounding: (input, its weights [O]) -> rounded weights [O].
@@ -91,10 +91,10 @@ def _round(
 
 
 def _corrections(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
-    """Share of the error of input i that input j > i takes: the upper Cholesky factor of H^-1, rows by diagonal.
+    """Share of the error of input i that input j > i takes: upper Cholesky factor of H^-1, rows by diagonal.
 
-    With the inputs in reverse H = L L^T, so in their order H = R R^T, R upper, which is L in reverse; R^-1 is the
-    factor. One Cholesky decomposition and one triangular inverse are enough, and three matrices [I, I] in memory.
+    With reversed inputs H = L L^T; in the original order H = R R^T, where R is upper and L reversed. R^-1 is the
+    factor. One Cholesky decomposition and one triangular inverse are enough, with three matrices [I, I] in memory.
 
     Args:
         hessian: H, [I, I].

@@ -1,9 +1,8 @@
 """Importance matrix of a GGUF quantization: the mean square of every input of every matrix, on calibration text.
 
-The error that rounding w to q makes in a layer's output is E[((q - w) x)^2]; with inputs that are not correlated it is
-the sum over inputs of (q - w)^2 E[x^2], so E[x^2] is the weight of a rounding error. llama.cpp's types use it as
-weights of the least squares that choose their scales (`ggml_quantize_chunk`). It is the diagonal of the second moments
-that GPTQ uses.
+Rounding w to q makes the error E[((q - w) x)^2] in a layer's output. With uncorrelated inputs it is the sum over inputs
+of (q - w)^2 E[x^2], so E[x^2] is the weight of a rounding error. llama.cpp's types use it in the least squares that
+choose their scales (`ggml_quantize_chunk`). It is the diagonal of GPTQ's second moments.
 
 Shapes: B windows per batch, T tokens, I inputs.
 """
@@ -42,11 +41,11 @@ def measure_importance(
 
     Args:
         model: a Hugging Face model in evaluation mode; its experts are unfused afterwards.
-        names: names of tensors in its folder; left out are tensors that are no matrix of a linear layer, experts that
-            no token is routed to, and matrices whose inputs are all 0.
+        names: names of tensors in its folder. The result lacks tensors that are no matrix of a linear layer, experts to
+            which no token is routed, and matrices whose inputs are all 0.
         batches: token ids, int64 [B, T].
         device: device on which the model is run.
-        show: called with (batches run, all).
+        show: function called with (batches run, all batches).
     """
     unfuse_experts(model)
     model.to(device)
@@ -69,7 +68,7 @@ def measure_importance(
         show(done + 1, len(batches))
     for handle in handles:
         handle.remove()
-    # weights of 0 alone would make every number a 0
+    # with weights of 0 alone every number would become 0
     return {name: _mean(total, tokens[name]) for name, total in sums.items() if total.any()}
 
 

@@ -29,11 +29,11 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, Det
 
     Args:
         plan: plan with a budget.
-        show: called with (choices measured, all).
+        show: function called with (choices measured, all choices).
 
     Returns:
-        The plan with the chosen schemes or types, and details for the manifest: budget in bytes, planned bytes, and per
-        unit the choice, its bytes, and the measured KL divergence of every choice, largest first.
+        The plan with the chosen schemes or types, and details for the manifest: budget in bytes, planned bytes, and for
+        each unit the choice, its bytes, and the measured KL divergence of every choice, largest first.
     """
     budget = plan.budget
     assert budget is not None
@@ -51,7 +51,7 @@ def decide(plan: QuantizationPlan, *, show: Show) -> tuple[QuantizationPlan, Det
 
 
 def sensitivity_rows(known: Details) -> list[Details]:
-    """KL divergence of each unit in its worst choice, for the report page; with bytes if that was chosen.
+    """KL divergence of each unit in its worst choice, for the report page; with bytes if that choice was taken.
 
     Args:
         known: details that `decide` returned.
@@ -90,17 +90,17 @@ def _batches(plan: QuantizationPlan) -> tuple[torch.Tensor, ...]:
 
 
 def choose(budget: Budget, measured: Measured) -> dict[str, str]:
-    """Chooses for every unit, within the budget; returns unit -> choice.
+    """Makes a choice for every unit within the budget; returns unit -> choice.
 
-    The choice has the smallest sum of the KL divergences that were measured for one unit at a time: a knapsack with one
-    choice for each unit, solved by dynamic programming over the bytes above the smallest size. Bytes are counted in
-    buckets, rounded up, so that the budget holds; single upgrades that still fit fill what rounding left. Where a
-    greedy choice (the most KL saved per byte, step by step) is better, it is taken: with very many units rounding costs
-    more than greed. The KL of several changes together is not exactly their sum; the result is scored as a whole.
+    The choices minimize the sum of the KL divergences measured for one unit at a time: a knapsack with one choice per
+    unit, solved by dynamic programming over the bytes above the smallest size. Bytes are counted in buckets, rounded
+    up: the budget holds. Then single upgrades that still fit use what rounding left over. A greedy choice (the most KL
+    saved per byte, step by step) is taken where it is better: with very many units rounding costs more than greed. The
+    KL of several changes together is not exactly their sum; the result is scored as a whole.
 
     Args:
         budget: budget that the smallest choices meet.
-        measured: KL divergence of every unit and choice but UNCHANGED, which counts as 0.
+        measured: KL divergence of every unit and choice, except UNCHANGED, which counts as 0.
     """
     kl = {name: {UNCHANGED: 0.0, **measured[name]} for name in budget.units}
     greedy = _upgraded(budget, kl, budget.smallest())
@@ -135,7 +135,7 @@ def _affordable(budget: Budget, smallest: Mapping[str, str], size: int) -> int:
 
 
 def _upgraded(budget: Budget, kl: Measured, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Takes the upgrade that saves most KL per byte, as long as one fits."""
+    """Takes the upgrade that saves most KL per byte, as long as an upgrade fits."""
     found = dict(chosen)
     left = budget.limit - budget.total(found)
     while steps := [

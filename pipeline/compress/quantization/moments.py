@@ -1,4 +1,4 @@
-"""Second moments of the inputs of linear layers; layers that read the same tensor (query, key, value) share them.
+"""Second moments of the inputs of linear layers; layers that read one tensor (query, key, value) share its moments.
 
 Shapes: I inputs.
 """
@@ -15,7 +15,7 @@ from foundation.errors import ConfigError
 
 
 class SecondMoments:
-    """Mean of x x^T over all inputs of layers while they are observed.
+    """Mean of x x^T over all inputs of the observed layers.
 
     Args:
         device: device of the sums.
@@ -41,12 +41,12 @@ class SecondMoments:
             self._add()
 
     def pop(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Yields (layers with the same inputs, mean over tokens fp32 [I, I]), each freed when the next is taken."""
+        """Yields (layers with equal inputs, mean over tokens fp32 [I, I]), each freed when the next is taken."""
         if len({name for names in self._sums for name in names}) < sum(map(len, self._sums)):
             self._separate()
         while self._sums:
             names = next(iter(self._sums))
-            # an expert that no token goes to is rounded to the nearest
+            # an expert without tokens is rounded to nearest
             yield names, self._sums.pop(names).div_(max(1, self._tokens[names]))
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -60,7 +60,7 @@ class SecondMoments:
         return hook
 
     def _check_unchanged(self) -> None:
-        """Refuses a model that changes an input in place: it is added up after the layers have run."""
+        """Refuses a model that changes an input in place: inputs are added up after the layers have run."""
         if self._input is not None and self._input._version != self._version:
             why = f"the model changes the input of {self._readers[0]} in place, after it was read"
             raise ConfigError("method", "gptq", why=why, remedy='use "auto-round" or "rtn"')
@@ -79,7 +79,7 @@ class SecondMoments:
         self._input, self._readers = None, []
 
     def _separate(self) -> None:
-        """Splits the sums by layer, if layers did not read the same tensor in every batch."""
+        """Splits the sums by layer if the layers did not read the same tensor in every batch."""
         sums, tokens = self._sums, self._tokens
         self._sums, self._tokens = {}, {}
         for names, total in sums.items():

@@ -22,7 +22,7 @@ class Sizes:
     Attributes:
         weight_bytes: bytes of all weight files.
         layers: number of quantized matrices.
-        parameters: number of their elements.
+        parameters: number of elements of these matrices.
         packed_bytes: bytes of the quantized matrices on disk, with their scales and shapes.
     """
 
@@ -118,7 +118,7 @@ def mixed_table(mixed: Details) -> Table:
 
 
 def _scheme(parts: Details, after: Details) -> str:
-    name = parts.get("scheme") or parts["weights"]  # the key before 0.6
+    name = parts.get("scheme") or parts["weights"]  # the key's name before 0.6
     if after["dtype"] == name:
         return f"GGUF, {name}" + (", imatrix" if parts.get("imatrix") else "")
     if name == "mixed":

@@ -1,13 +1,13 @@
-"""Rotation: turns the residual stream and the values of attention, so that no single channel stands out.
+"""Rotation: turns the residual stream and the values of attention: no single channel stands out afterwards.
 
 An RMS norm without weight commutes with an orthogonal matrix R. So norm weights are folded into the layers that read
-them, then everything that reads the residual stream is multiplied by R, and everything that writes into it by its
-transpose: the function stays, and an outlier channel is spread over all of them. The values of every head are turned in
-the same way, between value and output projection. Nothing is added to the model that is served.
+them. Then the layers that read the residual stream are multiplied by R, and the layers that write into it by its
+transpose. The function stays the same, and an outlier channel is spread over all channels. The values of every head are
+turned in the same way, between value and output projection. The served model has no additional operation.
 
-R is a Hadamard matrix with random signs; where the size is an odd number m times a power of 2, the Kronecker product
-of a random orthogonal matrix of size m and a Hadamard matrix.
-Source: Ashkboos et al. 2024, QuaRot (arXiv:2404.00456), section 4: what can be folded, without its online rotations.
+R is a Hadamard matrix with random signs. Where the size is an odd number m times a power of 2, R is the Kronecker
+product of a random orthogonal matrix of size m and a Hadamard matrix.
+Source: Ashkboos et al. 2024, QuaRot (arXiv:2404.00456), section 4: the foldable rotations, without the online ones.
 
 Shapes: D model, F features of a head.
 """
@@ -43,7 +43,7 @@ def orthogonal(size: int, *, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a model. Use `Rotation.of`.
+    """The rotation of a model. Create it with `Rotation.of`.
 
     Attributes:
         family: norms of the model.

@@ -45,8 +45,8 @@ class QuantizationPlan:
         layers: linear layer to quantize -> weight shape (outputs, inputs); for a GGUF file see `gguf`.
         consumers: programs that score the result.
         gguf: plan of the GGUF file; None for a Hugging Face folder.
-        calibration: split that a calibrated method reads; None for rounding to the nearest.
-        schemes: layer -> its scheme in a Hugging Face folder; empty for scheme mixed before the choice.
+        calibration: split that a calibrated method reads; None for rounding to nearest.
+        schemes: layer -> its scheme in a Hugging Face folder; empty for scheme mixed until the schemes are chosen.
         budget: byte budget of scheme mixed; None for other schemes.
     """
 
@@ -117,7 +117,7 @@ def _description(
     own = {config.head} if config.head else set()
     found = {name for name in linear_layers(source) if ".experts." in name}
     experts = candidates if found & layers.keys() else frozenset()
-    # of mixed bits a layer may stay as it is
+    # with mixed bits a layer may stay unquantized
     plain = bool(found - layers.keys() if config.budget is None else found) and (
         bool(experts) or config.scheme != "FP8"
     )
@@ -167,7 +167,7 @@ def _plan_layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple
 
 
 def _check_method(config: QuantizeConfig) -> None:
-    # a head is outside of the decoder layers, and rounded to the nearest by every method
+    # a head is outside of the decoder layers, and every method rounds it to nearest
     names = {config.scheme, *(config.budget.candidates if config.budget else ())}
     if config.method == "auto-round" and "FP8" in names:
         why = "it learns which way a weight is rounded to an integer, and FP8 stores e4m3"
@@ -190,7 +190,7 @@ def _group(config: QuantizeConfig, scheme: str) -> int | None:
 
 
 def routers(source: ModelFolder) -> list[str]:
-    """Names of the modules that choose the experts of a token: too small and too sensitive to be quantized."""
+    """Names of the modules that choose a token's experts: too small and too sensitive to be quantized."""
     weights = (name.rpartition(".") for name in source.tensors)
     return [module for module, _, leaf in weights if leaf == "weight" and is_router(module)]
 
@@ -208,8 +208,8 @@ def _check_rotation(config: QuantizeConfig, source: ModelFolder) -> None:
 def linear_layers(source: ModelFolder) -> dict[str, tuple[int, int]]:
     """Finds linear layers, as name -> (outputs, inputs): matrices in numbered decoder layers, and the head.
 
-    Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers. Routers of
-    experts are left out.
+    Embeddings are matrices, too, but are outside the numbered layers in every decoder of transformers. Routers are left
+    out.
     """
     found = {}
     for name, info in source.tensors.items():
@@ -229,10 +229,10 @@ def check_group_size(
     Args:
         layers: name -> (outputs, inputs) of the layers to check.
         group: group size.
-        among: layers that the proposed group sizes have to divide; `layers` when None.
+        among: layers whose inputs the proposed group sizes have to divide; `layers` when None.
 
     Raises:
-        ConfigError: names the first such layer and the nearest group sizes that divide all layers.
+        ConfigError: names the first layer that does not fit and the nearest group sizes that divide all layers.
     """
     for name, (_, inputs) in layers.items():
         if inputs % group:
@@ -275,7 +275,7 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
 
 
 def _check_fused(config: QuantizeConfig, every: Collection[str], layers: Set[str]) -> None:
-    """Refuses to skip a part of a product that vLLM fuses, as its loader fails, unless vLLM is no consumer.
+    """Refuses to skip a part of a product that vLLM fuses, because its loader fails; allowed if vLLM is no consumer.
 
     Raises:
         ConfigError: names the parts.

@@ -42,7 +42,7 @@ def quantize(plan: QuantizationPlan) -> Manifest:
     Raises:
         ConfigError: a layer to quantize is not a torch.nn.Linear.
         DataError: the original or the result cannot be loaded in a subprocess, its perplexity is not finite, or a
-            consumer finds it outside the bound of its scheme.
+            consumer finds the result outside the bound of its scheme.
     """
     config, parents = plan.config.model_dump(), _parents(plan)
     if (left := upload_left(plan.config.output, config=config, parents=parents)) is not None:
@@ -60,7 +60,7 @@ def _quantized(plan: QuantizationPlan) -> Manifest:
     try:
         manifest = _quantize(plan, console)
     except DataError:
-        if (work / LAYERS).is_dir():  # hours of calibration, perhaps, and only a consumer that failed, or a bound
+        if (work / LAYERS).is_dir():  # keep hours of calibration: perhaps only a consumer failed, or a bound
             kept = f"the calibrated layers are kept in {work}, for the same config with other consumers or max_mean_kl"
             console.print(kept, markup=False, soft_wrap=True)
         raise
@@ -116,7 +116,7 @@ def _check_budget(mixed: Details, written: int) -> None:
 def _score(
     plan: QuantizationPlan, staging: Path, sample: GateSample, original: Original, console: Console
 ) -> dict[str, Any]:
-    """Scores the result by every consumer; returns their figures."""
+    """Scores the result with every consumer; returns the consumers' figures."""
     bound = bound_within(plan.config.scheme, plan.config.max_mean_kl)
     vocabulary, consumers = plan.source.vocab_size, plan.consumers
     how: dict[str, Any] = {"sample": sample, "vocabulary": vocabulary, "consumers": consumers, "bound": bound}
@@ -147,7 +147,7 @@ def _importance(plan: QuantizationPlan, show: Callable[[int, int], None]) -> Imp
     found = measure_importance(model, names, calibration_batches(plan), device=pick_device(), show=show)
     without = [name for name in names if name not in found]
     line = f"importance matrix of {len(found)} of {len(names)} matrices"
-    if without:  # embeddings have no inputs, and an expert that no token goes to has seen none
+    if without:  # embeddings have no inputs, and some experts get no token
         line += f"; rounded without: {', '.join(without[:3])}{' and others' if len(without) > 3 else ''}"
     Console(stderr=True).print(line, markup=False, soft_wrap=True)
     return found
@@ -181,7 +181,7 @@ def _layer_bar(left: range, every: int) -> Iterable[int]:
 
 
 def _parents(plan: QuantizationPlan) -> Parents:
-    """Parents for the manifest: the dataset, and the model or the checkpoint from which it was exported."""
+    """Parents for the manifest: the dataset, and the model or the checkpoint that was exported."""
     data = parent_entry(plan.dataset.origin, plan.dataset.manifest.fingerprint)
     if plan.source.origin == plan.config.model:
         return {"model": parent_entry(plan.source.origin, plan.source.fingerprint()), "data": data}

@@ -1,6 +1,6 @@
 """Measures the KL divergence to the original when a single unit of a model is quantized.
 
-Weights are rounded to the nearest, with the arithmetic of the written file; inputs are rounded if the scheme does so.
+Weights are rounded to nearest, with the arithmetic of the written file; inputs are rounded if the scheme does so.
 
 Shapes: B windows per batch, T tokens, V vocabulary, O outputs, I inputs.
 """
@@ -38,7 +38,7 @@ def measure_units(
         budget: budget with the units and their choices.
         batches: token ids, int64 [B, T].
         dtype: dtype of the scales in a folder.
-        show: called with (choices measured, all).
+        show: function called with (choices measured, all choices).
     """
     unfuse_experts(model)
     matrices = matrices_of(model)
@@ -48,8 +48,11 @@ def measure_units(
     for done, (name, choice) in enumerate(jobs):
         layers = [matrices[each] for each in map(_module, budget.units[name].layers)]
         with changed(layers, choice, dtype):
-            kl = [kl_of(log_p, log_probabilities(model, batch)) for log_p, batch in zip(expected, batches, strict=True)]
-        found.setdefault(name, {})[choice] = sum(kl) / len(kl)
+            sums = [
+                kl_of(log_p, log_probabilities(model, batch)) * batch.numel()
+                for log_p, batch in zip(expected, batches, strict=True)
+            ]
+        found.setdefault(name, {})[choice] = sum(sums) / sum(batch.numel() for batch in batches)
         show(done + 1, len(jobs))
     return found
 
@@ -85,7 +88,7 @@ def changed(layers: Sequence[nn.Module], choice: str, dtype: torch.dtype) -> Ite
 
 
 def rounded(weight: Any, choice: str, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
-    """The weight as it would be read back once stored: fp32, in its shape."""
+    """The weight as a reader of the stored file gets it: fp32, in its shape."""
     if choice not in SCHEMES:
         kind = GGMLQuantizationType[choice]
         rows = weight.T if transposed else weight

@@ -1,11 +1,11 @@
-"""SignRound: learns the direction in which every weight of a decoder layer is rounded, and the clips of scales.
+"""SignRound: learns the direction in which each weight of a decoder layer is rounded, and clips of the scales.
 
-With scale s, offset v in [-1/2, 1/2] and clip c in [1/2, 1], a weight w is stored as q = clamp(round(w / (c s) + v)). v
-of every weight and c of every group follow the sign of their gradient, so that the layer's output stays nearest to the
-original; gradients pass rounding as if it were not there (straight-through estimator).
+With scale s, offset v in [-1/2, 1/2] and clip c in [1/2, 1], a weight w is stored as q = clamp(round(w / (c s) + v)).
+Each weight's v and each group's c move against the sign of their gradient, to keep the layer's output nearest to the
+original; gradients pass rounding unchanged (straight-through estimator).
 Source: Cheng et al. 2024, SignRound (arXiv:2309.05516), section 3: steps of 1/iterations that fall linearly to 0. Here
-the target is the layer's own output for the inputs that the quantized layers before it give, and the weights are
-rounded to the nearest where the learnt ones are no better over all windows.
+the target is the layer's own output for the inputs that the quantized layers before it give. The weights are rounded to
+nearest where the learnt ones are no better over all windows.
 
 Shapes: B windows per batch, T tokens, D model, O outputs, I inputs, G groups of inputs in a row.
 """
@@ -28,7 +28,7 @@ class SignRound:
     """Rounds decoder layers.
 
     Attributes:
-        bits: returns the bits of a linear layer's integers.
+        bits: function that returns the bits of a linear layer's integers.
         iterations: number of steps per decoder layer, one batch each.
     """
 
@@ -49,10 +49,10 @@ class SignRound:
 
         Args:
             layer: decoder layer in fp32, on the device.
-            linear: name -> linear layer of it to round.
+            linear: name -> linear layer, within `layer`, to round.
             hidden: input of the layer for every batch, fp32 [B, T, D].
             arguments: other arguments of the layer, on the device.
-            scale: returns the scales [O, G] of a linear layer, in the dtype in which they are stored.
+            scale: function that returns the scales [O, G] of a linear layer, in the dtype in which they are stored.
             device: device on which the layer is run.
 
         Returns:

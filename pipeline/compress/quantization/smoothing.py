@@ -1,13 +1,13 @@
-"""Smoothing: factors per channel go from the activations, whose outliers are hard to round, into the weights.
+"""Smoothing: moves factors per channel from the activations, whose outliers are hard to round, into the weights.
 
 For a channel j of a layer's input, x_j w_j = (x_j / s_j)(s_j w_j): the weights that produce x_j are divided by s_j, and
-the columns that read it are multiplied. The function stays the same, but other numbers are rounded together. With
-s_j = a_j^alpha / m_j^(1 - alpha), where a_j measures |x_j| and m_j is the largest weight of column j, both sides get
-|.| = (a_j m_j)^(1/2) at alpha 0.5. The division goes into a norm's weight (query, key, value; gate, up), into the rows
+the columns that read it are multiplied. The function stays the same, but other numbers are rounded together. Let a_j
+measure |x_j| and m_j be the largest weight of column j, and s_j = a_j^alpha / m_j^(1 - alpha). At alpha 0.5 both sides
+then have the size (a_j m_j)^(1/2). The division goes into a norm's weight (query, key, value; gate, up), into the rows
 of the value projection (output projection) and of the up projection (down projection): no operation is added.
 
-Sources: Xiao et al. 2023, SmoothQuant (arXiv:2211.10438), formula 4, where a_j is the maximum, for rounded activations;
-Lin et al. 2024, AWQ (arXiv:2306.00978), where it is the mean of |x_j|, for weights alone.
+Sources: Xiao et al. 2023, SmoothQuant (arXiv:2211.10438), formula 4: a_j is the maximum, for rounded activations. Lin
+et al. 2024, AWQ (arXiv:2306.00978): a_j is the mean of |x_j|, for weights alone.
 
 Shapes: D model, I inputs of a layer, H heads, K key-value heads, F features of a head.
 """
@@ -27,7 +27,7 @@ from pipeline.compress.quantization.families import Family
 _READERS_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
 _READERS_OF_MLP = ("gate_proj", "up_proj", "gate", "gate_up_proj", "w1", "w3")
 """Names of linear layers: `gate` is the router of a mixture of experts, `gate_up_proj` the parameter of all experts,
-w1 and w3 gate and up of one of Mixtral's experts."""
+and w1 and w3 are gate and up of a Mixtral expert."""
 _PAIRS_OF_MLP = (("up_proj", "down_proj"), ("w3", "w2"))
 
 
@@ -54,7 +54,7 @@ class Smoother:
         handles = [point.attach(measure) for point, measure in zip(points, seen, strict=True)]
 
         def smooth() -> None:
-            # rows of value and up projections first: the norms then see the weights as they will be
+            # rows of value and up projections first: the norms then see the final weights
             for point, measure in reversed(list(zip(points, seen, strict=True))):
                 if measure.tokens:
                     point.fold(measure.value, self.alpha)
@@ -76,7 +76,7 @@ class _Measure:
     def add(self, inputs: Tensor) -> None:
         rows = inputs.reshape(-1, inputs.shape[-1]).abs().float()
         if not len(rows):
-            return  # an expert that no token was routed to
+            return  # no token was routed to this expert
         if not self.tokens:
             self._sum = torch.zeros(rows.shape[1], device=rows.device)
         self._sum = torch.maximum(self._sum, rows.amax(0)) if self._maximum else self._sum + rows.sum(0)
@@ -109,7 +109,7 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A linear layer and the layer that reads its outputs: heads of `block` features, each repeated for its group."""
+    """A linear layer and its reader: outputs are heads of `block` features, each repeated for its query heads."""
 
     writer: nn.Linear
     reader: nn.Linear
@@ -119,7 +119,7 @@ class _Rows:
         return self.reader.register_forward_pre_hook(lambda _module, given: measure.add(given[0]))
 
     def fold(self, activations: Tensor, alpha: float) -> None:
-        # grouped-query attention: H / K query heads in a row read the same F values
+        # grouped-query attention: H / K consecutive query heads read the same F values
         def merged(inputs: Tensor) -> Tensor:
             return inputs.reshape(self.writer.out_features // self.block, -1, self.block).amax(1).flatten()
 

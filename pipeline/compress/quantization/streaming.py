@@ -2,7 +2,7 @@
 
 A layer is read from the safetensors files, calibrated on the outputs of the quantized layers before it, packed, written
 to the work directory and freed. The modules outside of the decoder layers (embedding, last norm, head) are read for the
-first hidden states, and again at the end. The tensors are those of `calibrate` and `pack` on the whole model, bit for
+first hidden states, and again at the end. The tensors equal those of `calibrate` and `pack` on the whole model bit for
 bit.
 """
 
@@ -43,11 +43,11 @@ from pipeline.models.folder.weight_files import INDEX, read_header
 
 Say = Callable[[str], None]
 Progress = Callable[[range, int], Iterable[int]]
-"""(indices of the remaining layers, number of all layers) -> the same indices, with a progress bar."""
+"""Function of (indices of the remaining layers, number of all layers): returns the indices, with a progress bar."""
 
 
 def streamable(model: nn.Module, plan: QuantizationPlan) -> bool:
-    """Whether the files hold the model's own tensors, layer by layer: none that transformers fuses or renames.
+    """Whether the files hold the model's own tensors by layer: transformers fuses and renames none.
 
     Args:
         model: model of the plan, on the meta device.
@@ -75,7 +75,7 @@ def stream(
         plan: plan that is `streamable`.
         staging: an empty directory on the file system of the output.
         dtype: dtype of scales and unquantized weights.
-        say: called with lines for people.
+        say: function called with lines for people.
         progress: wraps the iteration over decoder layers.
     """
     work = CalibrationWork.open(plan)
@@ -119,7 +119,7 @@ class _PartwiseModel:
         self._rotation = rotation_of(self.model, plan)
         self._modules = {id(module): name for name, module in self.model.named_modules()}
         self._names = {id(p): name for name, p in self.model.named_parameters()}
-        # its linear layers pack the weights they are lent: here a quantized layer's forward pass would round again
+        # packing replaces the layers' weights: in `model`, a quantized layer's forward pass would round again
         self._packer = empty_model(plan.source.path)
         self._compressor: ModelCompressor = apply_scheme(self._packer, plan)
 

@@ -1,4 +1,4 @@
-"""A trained run as the model of a quantization: its checkpoint is exported into the work directory first."""
+"""A trained run as a quantization's model: its checkpoint is first exported into the work directory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def is_trained(path: Path) -> bool:
 def model_folder(config: QuantizeConfig) -> Iterator[Path | None]:
     """Yields the folder to quantize: None for `config.model` itself, or an export of a run's newest checkpoint.
 
-    A checkpoint of any layout is exported once: an export of the same checkpoint that a killed process left is reused.
-    If the block ends with an error before anything was calibrated, the export is deleted.
+    A checkpoint of any layout is exported once: the export that a killed process left is reused. If the block ends with
+    an error before any layer was calibrated, the export is deleted.
 
     Raises:
         ConfigError: the output exists.

@@ -1,9 +1,9 @@
 """Rounds linear weights to 8 or 4 bits and packs them with compressed-tensors.
 
-For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer
-q = clamp(round(w / s), -2^(bits-1), 2^(bits-1) - 1), dequantized as q s; for FP8 s = max|w| / 448, and q is the nearest
-e4m3 number. With method gptq q is chosen by `pipeline.compress.quantization.gptq`, for the same scales. Activations are
-rounded to the nearest, one scale per token, by the program that serves the model.
+For each group of weights w of one row: scale s = max|w| / ((2^bits - 1) / 2), stored integer q = clamp(round(w / s),
+-2^(bits-1), 2^(bits-1) - 1), dequantized as q s. For FP8 s = max|w| / 448, and q is the nearest e4m3 number. With
+method gptq, `pipeline.compress.quantization.gptq` chooses q for the same scales. The program that serves the model
+rounds activations to nearest, with one scale per token.
 Source of the formula: compressed_tensors/quantization/utils/helpers.py, calculate_qparams, symmetric case.
 """
 
@@ -49,11 +49,11 @@ Progress = Callable[[list[str]], Iterable[str]]
 
 
 def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
-    """Checks that the layers found in the file headers are linear modules of the model; its experts are unfused.
+    """Checks that the layers found in the file headers are linear modules of the model; unfuses its experts.
 
     Raises:
-        ConfigError: one is no linear layer (GPT-2's Conv1D, whose weights are transposed), and cannot be packed.
-        DataError: the form of the experts is not known.
+        ConfigError: a module is no linear layer (GPT-2's Conv1D, whose weights are transposed) and cannot be packed.
+        DataError: the form of the experts is unknown.
     """
     unfuse_experts(model)
     modules = modules_of(model)
@@ -74,7 +74,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
 def matrices_of(model: Any) -> dict[str, nn.Module]:
     """Linear layers, embeddings and GPT-2's Conv1D by their name in the model's folder; experts are unfused.
 
-    GPT-2's folders on the Hub were saved without a head, so that their names lack the prefix: both names are keys.
+    GPT-2's folders on the Hub were saved without a head and their names lack the prefix: both names are keys.
     """
     conv = {name: each for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
     found: dict[str, nn.Module] = {**modules_of(model), **conv}
@@ -82,10 +82,10 @@ def matrices_of(model: Any) -> dict[str, nn.Module]:
 
 
 def pack(model: nn.Module, plan: QuantizationPlan, *, dtype: torch.dtype, progress: Progress = iter) -> ModelCompressor:
-    """Quantizes and packs the plan's layers in place, and casts other weights to `dtype` (but `kept_in_fp32`).
+    """Quantizes and packs the plan's layers in place, and casts other weights to `dtype`, except `kept_in_fp32`.
 
     Args:
-        model: model in float32, so that weights are rounded only once; its experts are unfused in place.
+        model: model in float32, to round weights only once; its experts are unfused in place.
         plan: plan with the layers and their schemes.
         dtype: dtype of scales and unquantized weights.
         progress: wraps the iteration over layers.
@@ -135,10 +135,10 @@ def _untie(model: Any) -> None:
 
 
 def kept_in_fp32(model: Any, plan: QuantizationPlan) -> set[str]:
-    """Parameters and buffers of a model that keep fp32, whatever dtype the others get.
+    """Parameters and buffers of a model that stay in fp32 whatever dtype the others get.
 
-    The source has them in fp32 beside weights of 16 bits, or the architecture declares it: 238 different biases of a
-    router were 8 in bf16.
+    The source has them in fp32 beside weights of 16 bits, or the architecture declares them: in bf16, the 238 different
+    biases of a router became 8.
 
     Args:
         model: model with unfused experts, not yet packed.
@@ -168,7 +168,7 @@ def save(model: Any, compressor: ModelCompressor, folder: Path) -> None:
 
 
 def compression_scheme(layer: LayerScheme) -> QuantizationScheme:
-    """The scheme of a layer in compressed-tensors' form, without its targets."""
+    """The scheme of a layer as compressed-tensors describes it, without its targets."""
     strategy = "channel" if layer.group is None else "group"
     common: dict[str, Any] = {"num_bits": layer.what.bits, "type": layer.what.kind, "symmetric": True}
     activations = QuantizationArgs(**common, strategy="token", dynamic=True) if layer.what.activations else None
@@ -181,9 +181,9 @@ def compression_scheme(layer: LayerScheme) -> QuantizationScheme:
 def _section(
     modules: Mapping[str, nn.Module], plan: QuantizationPlan, schemes: dict[str, QuantizationScheme]
 ) -> QuantizationConfig:
-    """The quantization section: layers by their names in the folder, or all linear layers if one scheme is enough.
+    """The quantization section: names the layers as in the folder, or all linear layers if one scheme is enough.
 
-    Routers are named, too: they are no linear layers in transformers, but are in vLLM.
+    Routers are named, too: they are linear layers in vLLM, but not in transformers.
     """
     groups = groups_of(plan.schemes)
     whole = len(groups) == 1 and all(isinstance(modules[name], nn.Linear) for name in plan.layers)
@@ -203,7 +203,7 @@ def _section(
 
 
 def _targets(names: list[str]) -> list[str]:
-    """Targets of a scheme: names, with the experts of a layer as one pattern."""
+    """Targets of a scheme: layer names, with the experts of a layer as one pattern."""
     experts = {name.partition(".experts.")[0] for name in names if ".experts." in name}
     patterns = [f"re:^{re.escape(each)}\\.experts\\..*" for each in sorted(experts)]
     return [*(name for name in names if ".experts." not in name), *patterns]
@@ -219,7 +219,7 @@ def calibration_batches(plan: QuantizationPlan) -> Sequence[torch.Tensor]:
 
 
 def rotation_of(model: nn.Module, plan: QuantizationPlan) -> Rotation | None:
-    """Rotation to apply before everything else; None without one."""
+    """Rotation to apply before everything else; None if the plan has none."""
     if not plan.config.rotation:
         return None
     return Rotation.of(model, family_of(plan.source.config, key="rotation", value=True))
@@ -282,7 +282,7 @@ def rounding_of(layer: LayerScheme) -> Rounding:
 
 @torch.no_grad()
 def scale_of(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -> torch.Tensor:
-    """Scales of a weight, [out, groups] in their stored dtype, by which integers are multiplied."""
+    """Scales of a weight, [out, groups], by which integers are multiplied, in their stored dtype."""
     grouped = weight.reshape(len(weight), -1, args.group_size or weight.shape[1])
     scale: torch.Tensor
     scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
@@ -293,8 +293,8 @@ def scale_of(weight: torch.Tensor, args: QuantizationArgs, dtype: torch.dtype) -
 def pack_layer(module: nn.Module, scale: torch.Tensor) -> None:
     """Replaces weight [out, in] by its packed form and weight_scale [out, groups].
 
-    Packed form: weight_packed int32 [out, in x bits / 32] without quantized activations, else weight int8 or e4m3
-    [out, in].
+    The packed form is weight_packed int32 [out, in x bits / 32] if activations are not quantized, else weight int8 or
+    e4m3 [out, in].
     """
     module.register_parameter("weight_scale", nn.Parameter(scale, requires_grad=False))
     zero_point = torch.zeros(scale.shape, dtype=torch.int8)  # symmetric

@@ -1,8 +1,8 @@
 """The work directory of a calibration: finished layers, and the hidden states that go into the next one.
 
-It lies beside the output, `.NAME.work`, and its `work.json` has a fingerprint of config, model and data. A layer is
-finished when its file has its name; the input of the next layer is written before. So a calibration that was killed
-resumes at the layer it was at, and one with another fingerprint starts from an empty directory.
+It lies beside the output, as `.NAME.work`, and its `work.json` has a fingerprint of config, model and data. A layer is
+finished when its file has its name; the input of the next layer is written before that. So a killed calibration resumes
+at its current layer, and a calibration with another fingerprint starts from an empty directory.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _USED = ("scheme", "method", "smoothing", "rotation", "calibration", "group_size
 
 @dataclass(frozen=True)
 class CalibrationWork:
-    """A work directory. Use `CalibrationWork.open`."""
+    """A work directory. Create it with `CalibrationWork.open`."""
 
     path: Path
 
     @classmethod
     def open(cls, plan: QuantizationPlan) -> CalibrationWork:
-        """Opens the directory of a plan; empties it if it is of another config, model, dataset or version."""
+        """Opens the directory of a plan; empties it if config, model, dataset or version differ."""
         path, about = work_path(plan.output) / LAYERS, {"fingerprint": _fingerprint(plan)}
         try:
             same = json.loads((path / _ABOUT).read_text()) == about
         except (OSError, ValueError):
             same = False
         if not same:
-            (path / _ABOUT).unlink(missing_ok=True)  # first: a directory that is half emptied is nobody's
+            (path / _ABOUT).unlink(missing_ok=True)  # first: a half-emptied directory must match no plan
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
             write_json(path / _ABOUT, about)
@@ -49,7 +49,7 @@ class CalibrationWork:
 
     @property
     def done(self) -> int:
-        """Number of finished decoder layers, counted from the first without a gap."""
+        """Number of finished decoder layers from the first on, without a gap."""
         number = 0
         while self.layer(number).is_file():
             number += 1
@@ -98,7 +98,7 @@ def _fingerprint(plan: QuantizationPlan) -> str:
             "windows": [plan.config.data.sequence_length, plan.config.data.batch_size],
             "model": plan.source.fingerprint(),
             "data": plan.calibration.manifest.fingerprint,
-            # a version or a commit does not tell of what was edited since
+            # version and commit do not show later edits
             "code": [code_version(), *map(sha256_of_file, sources())],
         }
     )

@@ -1,4 +1,4 @@
-"""Refuses a recipe that would fail at a later step, before the first one. Only checking a distillation needs torch."""
+"""Refuses a recipe that would fail at a later step, before the first step. Only checking a distillation needs torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fingerprint = Callable[[Path], str]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN = re.compile(rf"{ORIGINAL}|{CONFIGS}|runs|(pruned|distilled|distillation)(-\d+)?")
 _SHAPE_FIELDS = ("group_size", "calibration.samples", "target", "budget.bytes", "budget.bits_per_weight")
-"""Beginnings of field names whose values may fit the pruned model but not the original."""
+"""First parts of field names whose values may fit the pruned model but not the original."""
 
 
 def check_recipe(config: RecipeConfig) -> None:
@@ -61,7 +61,7 @@ def check_names(config: RecipeConfig) -> None:
 
 
 def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a target that an earlier round meets already: targets are absolute, and its step would refuse it."""
+    """Refuses a target that an earlier round already meets: targets are absolute, and a step would refuse it."""
     smallest: dict[tuple[str, object], int] = {}
     for number, fields in enumerate(rounds, 1):
         for (name, dtype), size in _sizes(fields):
@@ -73,7 +73,7 @@ def _check_rounds(rounds: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, object], int]]:
-    """Yields ((name, dtype), size) for a round's target; nothing for one that its step refuses."""
+    """Yields ((name, dtype), size) for a round's target; nothing for a target that its step refuses."""
     target = fields.get("target")
     if not isinstance(target, Mapping) or problems_of(TargetSection, target):
         return
@@ -87,8 +87,8 @@ def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, object], int]
 def check_steps(recipe: Recipe) -> None:
     """Checks the configs of all steps at once, against the models that exist now.
 
-    If a step's own model does not exist yet, the original is used: fields that depend on a shape that pruning changes
-    are left to the step. A distillation is checked with a student of the shape that pruning will give.
+    If a step's own model does not exist yet, the original is used: the step itself checks fields that depend on the
+    pruned shape. A distillation is checked with a student of that shape.
 
     Raises:
         ConfigError: a step would be refused, or was done with another config or from another model.
@@ -96,7 +96,7 @@ def check_steps(recipe: Recipe) -> None:
     """
     folder = ModelFolder.open(recipe.original)
     open_heldout(as_trained(recipe.config.data, folder.path), folder)
-    # a folder without a manifest is read whole for its fingerprint, and several steps start from it
+    # the fingerprint of a folder without a manifest reads it whole, and several steps start from one folder
     fingerprint = cache(lambda source: ModelFolder.open(source).fingerprint())
     problems = [problem for step in recipe.steps for problem in _problems(recipe, step, fingerprint)]
     refuse_all(problems)
@@ -134,7 +134,7 @@ def _with_existing_model(step: Step, recipe: Recipe) -> ConfigTree:
 
 
 def _check_distill(step: Step, recipe: Recipe) -> None:
-    """Runs all checks of the training, with the student's future shape; with the original if a latency decides it."""
+    """Runs all checks of the training with the student's future shape, or the original's if a latency decides it."""
     assert recipe.config.distill is not None
     from pipeline.run.prepare import prepare  # noqa: PLC0415  imports torch
 
@@ -142,7 +142,7 @@ def _check_distill(step: Step, recipe: Recipe) -> None:
         student, fresh = step.source, False
         if not is_folder(student):
             student, fresh = _unmade_student(step, recipe, Path(folder, "student")), True
-        # a run that was begun there is compared by the step itself
+        # the step itself compares its config with a run begun there
         places = {"model.path": student, "distill.teacher": recipe.original, "run.dir": Path(folder, "run")}
         overrides = [f"{key}={json.dumps(str(path))}" for key, path in places.items()]
         if fresh:
@@ -152,11 +152,11 @@ def _check_distill(step: Step, recipe: Recipe) -> None:
 
 
 def _unmade_student(step: Step, recipe: Recipe, folder: Path) -> Path:
-    """Makes a folder with a future pruned model's config and no weights; the original's if its shape is not known."""
+    """Makes a folder with a future pruned model's config, without weights; the original's if its shape is unknown."""
     before = next((other for other in recipe.steps if other.output == step.source and other.verb == "prune"), None)
     try:
         plan = None if before is None else pruning.prepare(parse(PruneConfig, _with_existing_model(before, recipe)))
-    except ConfigError:  # which the pruning's own check says
+    except ConfigError:  # the pruning's own check reports it
         plan = None
     if plan is None or plan.shape is None:
         return recipe.original
@@ -183,7 +183,7 @@ def _changed(recipe: Recipe, step: Step, fingerprint: Fingerprint) -> Iterator[C
 
 
 def _is_of_another_model(step: Step, fingerprint: Fingerprint) -> bool:
-    """Whether the source of a step was made again or replaced since the step was done."""
+    """Whether the source of a step was remade or replaced since the step was done."""
     if step.verb == "export":
         return _is_of_another_checkpoint(step)
     if not is_folder(step.source):

@@ -35,10 +35,10 @@ NAME, PAGE = "frontier", "report.html"
 def run_recipe(config: RecipeConfig) -> int:
     """Runs the steps that have not been done, then evaluates all models side by side.
 
-    If consumers do not accept a quantization, the others are still made.
+    If consumers refuse a quantization, the other quantizations are still made.
 
     Returns:
-        0, or the exit code of the step that failed, at which a second start resumes.
+        0, or the exit code of the step that failed; a second start resumes there.
 
     Raises:
         ConfigError, DataError: the recipe is refused, or another process works in its output.
@@ -52,7 +52,7 @@ def run_recipe(config: RecipeConfig) -> int:
 
 def _run_steps(recipe: Recipe) -> int:
     refused = 0
-    first = int(recipe.steps[0].verb == "export")  # a run is exported before the check, to be checked as a folder
+    first = int(recipe.steps[0].verb == "export")  # a run is exported before the check, which checks a folder
     for number, step in enumerate(recipe.steps):
         if number == first:
             check_steps(recipe)
@@ -83,7 +83,7 @@ def _run(recipe: Recipe, step: Step) -> int:
     words = step.command(configs)
     _say(f"\n== {step.title}\n$ headrace {' '.join(words)}")
     command = [sys.executable, "-P", "-m", "pipeline", *words]
-    # a step that outlived a killed recipe would write beside the same step of the next start
+    # a step that outlived a killed recipe would write beside its own restart
     with subprocess.Popen(command, preexec_fn=die_with_parent) as process, signals_passed_on([process]):  # noqa: PLW1509
         code = process.wait()
     return 128 - code if code < 0 else code
@@ -96,7 +96,7 @@ def _say(line: str) -> None:
 def write_results(recipe: Recipe) -> list[Row]:
     """Evaluates the existing models, prints the tables and writes the files.
 
-    KL divergences are relative to the first one, the floating-point model that was quantized.
+    KL divergences are relative to the first model, the floating-point model that was quantized.
 
     Raises:
         DataError: a consumer fails.

@@ -1,4 +1,4 @@
-"""The steps of a compression: commands, their configs and the directories they make. No torch."""
+"""The steps of a compression: commands, configs and directories. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Step:
         verb: subcommand of `headrace`.
         output: directory that it makes; for a training the run directory.
         source: directory of the model from which it starts.
-        result: directory that exists, complete, once the step is done; for a training its export.
+        result: directory that exists, complete, once the step is done; for a training, its export.
         config: fields of its config file; empty if the verb takes none.
         words: arguments of the verb besides its config.
     """
@@ -67,7 +67,7 @@ class Recipe:
         config: config of the recipe.
         steps: steps in order; each starts from the results of earlier ones.
         original: folder of the model to compress.
-        models: name -> folder of all models to evaluate: first the one that is quantized, then its quantizations, then
+        models: name -> folder of every model to evaluate: first the one that is quantized, then its quantizations, then
             the models it was made from.
     """
 
@@ -102,7 +102,7 @@ def plan_steps(config: RecipeConfig) -> Recipe:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a Hugging Face folder; else it is a run directory or a checkpoint."""
+    """Whether a path is a Hugging Face folder rather than a run directory or a checkpoint."""
     return (path / "config.json").is_file()
 
 

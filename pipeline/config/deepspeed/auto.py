@@ -1,9 +1,9 @@
-"""`"auto"` in DeepSpeed's sections: values as the Hugging Face Trainer fills them in, where they have a meaning here.
+"""`"auto"` in DeepSpeed's sections: filled in as by the Hugging Face Trainer, where the key has a meaning here.
 
-The Trainer takes such values from its command line. There is none here, so each becomes the default of that argument,
-and every one is listed when a run is checked and started. Source: transformers `integrations/deepspeed.py` and
-`training_args.py` (learning_rate 5e-5, max_grad_norm 1, no warmup, 8 samples per device). One choice is our own:
-mixed precision is bf16, unless the file asks for fp16 or turns bf16 off.
+The Trainer takes these values from its command line. Here each becomes the default of the Trainer's argument, and is
+listed when a run is checked and started. Source: transformers `integrations/deepspeed.py` and `training_args.py`
+(learning_rate 5e-5, max_grad_norm 1, no warmup, 8 samples per device). One choice is our own: mixed precision is bf16,
+unless the file asks for fp16 or turns bf16 off.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ OWNED = (
     "steps_per_print",
     "wall_clock_breakdown",
 )
-"""Top-level keys in which "auto" has the Trainer's meaning. In headrace's own sections it is the same as no key, except
-for those below."""
+"""Top-level keys in which "auto" has the Trainer's meaning. In headrace's own sections "auto" means an absent key,
+except for `_OWN_AUTO`."""
 
 _OWN_AUTO = frozenset({"run.checkpoint_every", "parallel.shares"})
-"""Keys of our own for which "auto" is a value with a meaning, and not the default."""
+"""Keys of our own for which "auto" is a value of its own rather than the default."""
 
 _TRAINER: ConfigTree = {
     "gradient_clipping": 1.0,
@@ -59,14 +59,14 @@ _DERIVED = {
     "scheduler.params.total_num_steps": "the steps of the run",
 }
 _NEEDED = frozenset({"zero_optimization.stage", "optimizer.type", "scheduler.type"})
-"""Keys for which the Trainer knows no "auto" either: the text stays, and is refused by its type."""
+"""Keys for which the Trainer has no "auto" either: the text stays, and validation refuses its type."""
 
 SAMPLES_PER_DEVICE = 8
-"""The Trainer's per_device_train_batch_size."""
+"""The Trainer's default per_device_train_batch_size."""
 
 
 def with_optimizer(raw: Mapping[str, Any]) -> ConfigTree:
-    """Adds the Trainer's optimizer to a config without a section for one: files of Trainer users leave it out."""
+    """Adds the Trainer's optimizer to a config without that section, which files of Trainer users leave out."""
     absent = [path.removeprefix("optimizer.params.") for path in _TRAINER if path.startswith("optimizer.")]
     return {"optimizer": {"params": dict.fromkeys(absent, "auto")}, **raw}
 
@@ -77,7 +77,7 @@ def resolve_auto(
     """Replaces "auto" in DeepSpeed's sections.
 
     Args:
-        raw: a whole config under today's key names. It is not changed.
+        raw: a whole config under today's key names; it is not changed.
         micro_batch: micro-batch size where it is "auto" and no other batch size is given; None derives it later.
 
     Returns:
@@ -132,7 +132,7 @@ def _auto_paths(section: Mapping[str, Any]) -> list[str]:
 
 
 def _left_out(section: Any, *, at: str) -> Any:
-    """Drops keys of a section of ours whose "auto" means no key; a Hugging Face config in it is not ours."""
+    """Drops keys whose "auto" means no key from one of our sections, but not from a Hugging Face config inside it."""
     if not isinstance(section, dict):
         return section
     return {
@@ -160,7 +160,7 @@ def _put(raw: ConfigTree, path: str, value: Any) -> None:
 
 
 def _precision(raw: Mapping[str, Any], named: list[str]) -> ConfigTree:
-    """Selects bf16, unless one of the two is settled in the file. Without "auto" nothing is decided here."""
+    """Selects bf16, unless the file settles bf16 or fp16. Without "auto" nothing is decided here."""
     if not {"bf16.enabled", "fp16.enabled"} & set(named):
         return {}
     given = {name: _enabled(raw, name) for name in ("bf16", "fp16")}
@@ -184,13 +184,13 @@ def _batch(raw: Mapping[str, Any], named: list[str], size: int | None) -> Config
 
 
 def _sizes(raw: Mapping[str, Any]) -> ConfigTree:
-    """Bucket sizes that the Trainer derives from the model's hidden size D: D x D, 0.9 x D x D and 10 x D elements."""
+    """Derives bucket sizes from the model's hidden size D like the Trainer: D x D, 0.9 x D x D and 10 x D elements."""
     hidden = _hidden_size(raw.get("model"))
-    if hidden is None or raw.get("engine") == "torch":  # FSDP2 has no such sizes
+    if hidden is None or raw.get("engine") == "torch":  # FSDP2 has no bucket sizes
         return {}
     reduce = {"zero_optimization.reduce_bucket_size": hidden * hidden}
     zero = raw.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") != 3:  # the Trainer fills the others at stage 3 alone
+    if not isinstance(zero, dict) or zero.get("stage") != 3:  # the Trainer fills in the other sizes only at stage 3
         return reduce
     return {
         **reduce,
@@ -206,7 +206,7 @@ def _hidden_size(model: Any) -> int | None:
     if config is None and isinstance(model.get("path"), str):
         try:
             config = read_json(Path(model["path"]) / "config.json")
-        except (OSError, DataError):  # told where the model is opened
+        except (OSError, DataError):  # reported where the model is opened
             return None
     for each in (config, config.get("text_config") if isinstance(config, dict) else None):
         for key in ("hidden_size", "n_embd", "d_model"):

@@ -1,4 +1,4 @@
-"""DeepSpeed's own default of every key that is honoured here, and where an absent key means something else on purpose.
+"""DeepSpeed's default of every key that is honoured here, and absent keys that mean something else here on purpose.
 
 `tests/config/test_deepspeed_defaults.py` compares the table with the installed deepspeed and with the schema.
 Source: deepspeed 0.19.8 `runtime/constants.py`, `zero/config.py`, `zero/offload_config.py`, `lr_schedules.py`.
@@ -98,22 +98,22 @@ DEFAULTS: ConfigTree = {
     "steps_per_print": None,
     "wall_clock_breakdown": False,
 }
-"""Key -> DeepSpeed's default; None: absent, which DeepSpeed requires, derives or lets depend on others.
+"""Key -> DeepSpeed's default; None: DeepSpeed requires the key, derives it or makes it depend on other keys.
 
-A key whose default in the schema is None is not passed on, so that DeepSpeed's own holds."""
+A key whose default in the schema is None is not passed on: DeepSpeed's own default holds."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An absent key that means something else here, on purpose.
+    """An absent key that means something else here than to DeepSpeed, on purpose.
 
     Attributes:
         key: the key.
         ours: meaning of its absence here.
         theirs: meaning of its absence to DeepSpeed.
         why: the reason.
-        applies: whether it changes the curve of a config in which it is absent; those that never do are listed in
-            docs/reference/config.md alone.
+        applies: whether the difference changes the loss curve of a config without the key; differences that never do
+            are listed only in docs/reference/config.md.
     """
 
     key: str
@@ -184,11 +184,11 @@ _WHATEVER_IS_GIVEN = {"optimizer.params.weight_decay"}
 
 
 def differences(config: Config, *files: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a text for every absent key that means something else here than to DeepSpeed, and changes the loss curve.
+    """Yields a text per absent key that means something else here than to DeepSpeed and changes the loss curve.
 
     Args:
         config: the config.
-        files: the config's keys as they were written, and under the names that they have here.
+        files: the config's keys as written, and under their names here.
     """
     for each in DIFFERENCES:
         open_ = each.key in _WHATEVER_IS_GIVEN or not any(_given(raw, each.key) for raw in files)

@@ -1,7 +1,7 @@
 """Translates a DeepSpeed file, as DeepSpeed and the Hugging Face Trainer mean it, to the schema.
 
-Keys get the name they have here, "auto" gets a value, keys that change nothing are set aside and listed, and all others
-that are not supported are collected, so that they are refused together.
+Keys get the name they have here, "auto" gets a value, and keys that change nothing are set aside and listed. All other
+unsupported keys are collected and refused together.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from pipeline.config.sections.optimizers import OPTIMIZERS, REFUSED_TYPES
 
 @dataclass(frozen=True)
 class Translated:
-    """A config with DeepSpeed's keys, in the terms of the schema.
+    """A config with DeepSpeed's keys, translated to the schema.
 
     Attributes:
-        raw: the config without the keys that were ignored or refused, "auto" replaced.
+        raw: the config with "auto" replaced, without the ignored and refused keys.
         ignored: "key = value" of every key that changes nothing here.
         auto: "key = value" of every key that was "auto".
         refused: keys that are not supported.
@@ -79,7 +79,7 @@ def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_D
     """Translates DeepSpeed's keys, as DeepSpeed and the Hugging Face Trainer mean them, to the schema.
 
     Args:
-        raw: a whole config as parsed JSON, overrides applied. It is not changed.
+        raw: a whole config as parsed JSON, with overrides applied; it is not changed.
         micro_batch: micro-batch size where it is "auto" and no other batch size is given; None derives it later.
     """
     ignored: list[str] = []
@@ -98,13 +98,13 @@ def translate(raw: Mapping[str, Any], *, micro_batch: int | None = SAMPLES_PER_D
 
 
 def _offloads_no_parameters(raw: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed takes `offload_param` and does nothing with it: parameters are sharded at stage 3 alone."""
+    """Tells whether DeepSpeed accepts `offload_param` without effect: parameters are sharded only at stage 3."""
     zero = raw.get("zero_optimization")
     return isinstance(zero, dict) and zero.get("stage", 0) in (0, 1, 2) and isinstance(zero.get("offload_param"), dict)
 
 
 def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: list[ConfigError]) -> ConfigTree:
-    """Gives every key the name it has here; one under both names is refused unless the values are equal."""
+    """Gives every key its name here; a key under both names is refused unless the values are equal."""
     kept: ConfigTree = {}
     for key, value in section.items():
         new = OTHER_NAMES.get(at + key, at + key)[len(at) :]
@@ -123,12 +123,12 @@ def _renamed(at: str, section: Mapping[str, Any], ignored: list[str], refused: l
         # DeepSpeed does not distinguish upper and lower case either
         kept["type"] = next((name for name in OPTIMIZERS if name.lower() == optimizer.lower()), optimizer)
     if at == "scheduler.params." and kept.get("warmup_num_steps") == 0 and "decay_num_steps" not in kept:
-        kept["warmup_num_steps"] = 1  # no warmup; DeepSpeed's shortest
+        kept["warmup_num_steps"] = 1  # no warmup: 1 is DeepSpeed's shortest
     return kept
 
 
 def _refused_optimizer(raw: ConfigTree) -> list[ConfigError]:
-    """Refuses an optimizer that is known and not supported, by name. Its section is dropped: its keys are its own."""
+    """Refuses a known but unsupported optimizer by name, and drops its section, whose keys are its own."""
     optimizer = raw.get("optimizer")
     given = optimizer.get("type") if isinstance(optimizer, dict) else None
     why, remedy = REFUSED_TYPES.get(given.lower(), ("", "")) if isinstance(given, str) else ("", "")
@@ -149,7 +149,7 @@ def _decay_of_torch(raw: ConfigTree) -> list[str]:
 
 
 def _settle_clipping(raw: ConfigTree) -> list[str]:
-    """Drops `optimizer.params.max_grad_norm` where it equals `gradient_clipping`, beside which Megatron writes it."""
+    """Drops `optimizer.params.max_grad_norm` where it equals `gradient_clipping`: Megatron writes both."""
     optimizer = raw.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if not isinstance(params, dict) or "max_grad_norm" not in params:
@@ -182,7 +182,7 @@ def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list
 
 
 _WITH_A_MEANING = frozenset({"steps_per_print", "tensor_parallel.autotp_size", "zero_optimization.overlap_comm"})
-"""Keys of the schema of which one value is ignored."""
+"""Keys of the schema with one value that is ignored."""
 
 
 def _json(value: Any) -> str:
@@ -190,7 +190,7 @@ def _json(value: Any) -> str:
 
 
 def _without_offload_to_none(raw: ConfigTree) -> ConfigTree:
-    """Drops sections of offload to device "none", or null, whatever stands beside it."""
+    """Drops offload sections whose device is "none" or null, whatever their other keys."""
     zero = raw.get("zero_optimization")
     if not isinstance(zero, dict):
         return raw

@@ -1,7 +1,7 @@
 """DeepSpeed's keys that change nothing here, and keys that DeepSpeed knows by more than one name.
 
-A key is in `IGNORED` when no value of it, or none of the values listed, changes the loss curve: it is DeepSpeed's
-default, it switches something off, it is about logs, or headrace always does it. What is ignored is listed once, in one
+A key is in `IGNORED` when no value, or none of the listed values, changes the loss curve: the value is DeepSpeed's
+default, it switches something off, it is about logs, or headrace always does it. Ignored keys are listed once, in one
 line. Source: deepspeed 0.19.8 `runtime/config.py`, `runtime/zero/config.py`, `runtime/precision_config.py`.
 """
 
@@ -20,7 +20,7 @@ def _any(_value: Any) -> bool:
 
 
 def _one_of(*values: Any) -> Accepts:
-    # 1 == True in Python, and they are not the same in JSON
+    # 1 == True in Python, but they differ in JSON
     return lambda value: any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
@@ -33,17 +33,17 @@ def _positive(value: Any) -> bool:
 
 
 def _off(value: Any) -> bool:
-    """A section that switches itself off, or a flag that is false."""
+    """Accepts a section that switches itself off, or a flag that is false."""
     return value in (None, {}) or value is False or (isinstance(value, dict) and value.get("enabled", False) is False)
 
 
 def _nothing_on(value: Any) -> bool:
-    """A section all of whose switches are off; its numbers have no effect then."""
+    """Accepts a section whose switches are all off: its numbers have no effect then."""
     return value is None or (isinstance(value, dict) and not any(each is True for each in value.values()))
 
 
 def _no_monitor(value: Any) -> bool:
-    """A group of monitors of which none is on. Its own `enabled` starts none in DeepSpeed."""
+    """Accepts a group of monitors that are all off. The group's own `enabled` starts no monitor in DeepSpeed."""
     return isinstance(value, dict) and not any(
         isinstance(each, dict) and each.get("enabled") is True for each in value.values()
     )
@@ -60,7 +60,7 @@ _DEEPSPEEDS_LEAVES = {
 
 
 def _default_leaves(value: Any) -> bool:
-    """Modules that ZeRO-3 gathers as a whole, without any but DeepSpeed's own."""
+    """Accepts modules that ZeRO-3 gathers as a whole, if they are only DeepSpeed's defaults."""
     if not isinstance(value, dict) or any(value.get(key) for key in value.keys() - {"classes"}):
         return value is None
     classes = value.get("classes") or []
@@ -68,7 +68,7 @@ def _default_leaves(value: Any) -> bool:
 
 
 def _one_rank(value: Any) -> bool:
-    """A section `tensor_parallel.tp` that asks for no tensor parallelism."""
+    """Accepts a section `tensor_parallel.tp` without tensor parallelism."""
     return value is None or (isinstance(value, dict) and value.get("tp_size", 1) == 1)
 
 
@@ -123,7 +123,7 @@ IGNORED: dict[str, Accepts] = {
     "memory_breakdown": _flag,
     "monitor_config": _no_monitor,
     "nebula": _off,
-    "prescale_gradients": _flag,  # as gradient_predivide_factor
+    "prescale_gradients": _flag,  # ignored like gradient_predivide_factor
     "progressive_layer_drop": _off,
     "quantize_training": _off,
     "seq_parallel_communication_data_type": _FP32,
@@ -161,20 +161,20 @@ IGNORED: dict[str, Accepts] = {
     "pipeline.grad_partitioned": _flag,
     "pipeline.partition": _one_of("best"),
     "pipeline.pipe_partitioned": _flag,
-    "pipeline.seed_layers": _flag,  # first values are drawn by name
+    "pipeline.seed_layers": _flag,  # initial values are drawn by parameter name
     "tensor_parallel.autotp_size": _one_of(0),
     "tensor_parallel.injection_policy_tuple": _one_of(None),
     "tensor_parallel.keep_module_on_host": _flag,
     "tensor_parallel.kernel_inject": _one_of(False),
     "tensor_parallel.partition_config": _one_of(None),
-    "tensor_parallel.preset_model": _any,  # transformers says itself how a layer is split
+    "tensor_parallel.preset_model": _any,  # transformers defines how a layer is split
     "tensor_parallel.replace_with_kernel_inject": _one_of(False),
     "tensor_parallel.tensor_parallel": _one_rank,
     "tensor_parallel.tp": _one_rank,
     "tensor_parallel.tp_overlap_comm": _flag,
     "tensor_parallel.vocab_parallel_ce_backend": _one_of("torch", "liger"),
     "tensor_parallel.vocab_parallel_lm_head": _one_of(None),
-    # where a layer's experts are, transformers says itself; how they are computed changes the speed alone
+    # transformers defines where a layer's experts are; how they are computed changes only the speed
     **{
         f"expert_parallel.{name}": _any
         for name in (
@@ -245,7 +245,7 @@ IGNORED: dict[str, Accepts] = {
     "zero_optimization.zero_quantized_nontrainable_weights": _one_of(False),
     "zero_optimization.zero_quantized_weights": _one_of(False),
 }
-"""Dotted key -> whether a value of it changes nothing."""
+"""Dotted key -> function that tells whether a value changes nothing."""
 
 _STAGE_3 = (
     "prefetch_bucket_size",
@@ -267,11 +267,11 @@ OTHER_NAMES: dict[str, str] = {
     "aio.thread_count": "aio.intra_op_parallelism",
     **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3},
 }
-"""Another name that DeepSpeed takes or took for a key -> the name here."""
+"""Alternative name of a key in present or earlier DeepSpeed -> its name here."""
 
 _COMMENT = re.compile(r"(_comment|//|#)")
 
 
 def is_comment(key: str) -> bool:
-    """Whether a top-level key is a comment: JSON has none, and public files write `"_comment": "..."`."""
+    """Tells whether a top-level key is a comment: JSON has no comments, so public files write `"_comment": "..."`."""
     return bool(_COMMENT.match(key))

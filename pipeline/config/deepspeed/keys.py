@@ -1,8 +1,8 @@
-"""DeepSpeed's config keys that this version does not support, each with what to do instead.
+"""DeepSpeed's config keys that this version does not support, each with a remedy.
 
-DeepSpeed accepts unknown top-level keys silently, and an engine that ignored one of these would not train what the file
-describes. So each is refused by name, unless its value changes nothing (`deepspeed_ignored.py`).
-Source: deepspeed 0.19.8 `runtime/constants.py`, `runtime/config.py`.
+DeepSpeed accepts unknown top-level keys silently, and an engine that ignored one of these keys would not train as the
+file describes. So each is refused by name, unless its value changes nothing (`deepspeed_ignored.py`). Source: deepspeed
+0.19.8 `runtime/constants.py`, `runtime/config.py`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ REFUSED_OPTIMIZER_PARAMS: dict[str, str] = {
 REFUSED_SCHEDULER_PARAMS: dict[str, str] = {
     "warmup_ratio": "use warmup_num_steps: that share of the run's steps (warmup_min_ratio is the first rate)",
 }
-"""Refused key of the Trainer, whose name is near to another one here."""
+"""Refused key of the Trainer, whose name is similar to a key here."""
 
 REFUSED_PIPELINE: dict[str, str] = {
     "activation_checkpoint_interval": "use memory.activation_checkpointing",
@@ -192,7 +192,7 @@ REFUSED_ON_TORCH: dict[str, str] = {
     "steps_per_print": "remove it: DeepSpeed's own log",
     "data_types.grad_accum_dtype": "remove it: gradients are accumulated in fp32 there",
 }
-"""Keys without a meaning on engine torch. A value that describes what that engine does anyway is accepted."""
+"""Keys without a meaning on engine torch. A value that describes the engine's normal behaviour is accepted."""
 
 _ACCEPTED_VALUES: dict[str, Any] = {"data_types.grad_accum_dtype": "fp32", "zero_optimization.reduce_scatter": True}
 
@@ -201,7 +201,7 @@ def refuse_on_torch(config: Config) -> None:
     """Refuses DeepSpeed's keys that have no meaning on engine torch.
 
     Raises:
-        ConfigError: names every such key.
+        ConfigError: some of these keys are set; the error names them.
     """
     found: list[ConfigError] = []
     for key, remedy in REFUSED_ON_TORCH.items():

@@ -1,1 +1,1 @@
-"""Validation of a run: which layouts and features go together, what is refused, and with which remedy."""
+"""Validation of a run: layouts and features that go together, and errors with remedies for all others."""

@@ -9,10 +9,10 @@ from pipeline.config.topology import Topology
 
 
 def check_gradient_dtype(config: Config, topology: Topology, batch: BatchSizes) -> None:
-    """Checks where gradients may be reduced in bf16: rounded once per micro-batch, and accumulated in fp32.
+    """Checks that bf16 gradient reduction rounds gradients only once per micro-batch, and accumulates in fp32.
 
     Raises:
-        ConfigError: a run that is not bf16, or a layout in which bf16 would be accumulated too, or not be sent.
+        ConfigError: the run is not bf16, or the layout would also accumulate in bf16, or would not send bf16.
     """
     field, given = "communication_data_type", config.communication_data_type
     if given == "fp32":

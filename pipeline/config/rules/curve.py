@@ -1,6 +1,6 @@
 """The config fields that determine a run's loss curve, stored in checkpoints and compared on resume.
 
-And the config keys that a person writes and they follow from, which `run.allow_change` takes.
+The module also maps these fields to the config keys from which they follow; `run.allow_change` accepts these keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.config.sections.groups import IslandsSection
 from pipeline.config.sections.run import AnomaliesSection, ModelSection, MoeSection
 
 Curve = dict[str, Any]
-"""The settings of a run that decide its loss curve, by name."""
+"""Settings of a run that determine its loss curve, by name."""
 
 _LENGTH = ("run.steps", "run.tokens")
 _WRITTEN: dict[str, tuple[str, ...]] = {
@@ -42,19 +42,19 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8.recipe", "fp8.enabled"),
     "model.resolved": ("model.config", "model.path"),
 }
-"""Curve field -> the keys that it follows from, the most likely first. Other fields are keys themselves."""
+"""Curve field -> the keys from which it follows, the most likely first. Other fields are keys themselves."""
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
-"""Fields that determine the order of samples, by which trained steps are counted and looked up."""
+"""Fields that determine the order of samples, by which the trained samples are counted and looked up."""
 _MIXTURE = ("data.weights", "data.schedule")
 
 
 def curve_fields(run: ResolvedRun) -> Curve:
-    """The fields that determine the loss curve; layout, logging and checkpointing are not among them.
+    """Returns the fields that determine the loss curve, without layout, logging and checkpointing.
 
-    A run may be resumed only where these are unchanged. Paths are not among them either: data and models are compared
-    by fingerprint. A feature that is off is None, so that checkpoints from before the feature existed can be resumed.
-    The keys are stored in checkpoints and keep their names.
+    A run may be resumed only if these fields are unchanged. Paths are left out, too: data and models are compared by
+    fingerprint. A feature that is off is None, so checkpoints older than the feature can be resumed. The keys are
+    stored in checkpoints and keep their names.
     """
     sections, config = run.config, run.config.model_dump(mode="json")
     return {
@@ -79,16 +79,16 @@ def curve_fields(run: ResolvedRun) -> Curve:
         "bf16": config["bf16"]["enabled"],
         # loss scaling determines which steps overflow and are skipped
         "fp16": config["fp16"] if config["fp16"]["enabled"] else None,
-        # not emulation, which rounds as the hardware does, nor the gathering in fp8, which is a layout
+        # not emulation, which rounds like the hardware, nor gathering in fp8, which belongs to the layout
         "fp8": config["fp8"]["recipe"] if config["fp8"]["enabled"] else None,
         "quantization_aware": config["quantization_aware"],
         "grad_accum_dtype": config["data_types"]["grad_accum_dtype"] or "fp32",
         "communication_data_type": None if config["communication_data_type"] == "fp32" else "bf16",
         "run.seed": config["run"]["seed"],
-        # which steps count as spikes, where spikes do not update the weights. The response to non-finite steps is not
-        # among these: a run that stopped at one may be resumed with another response
+        # the rule for spikes, if spikes do not update the weights. The response to non-finite steps is left out: a run
+        # that stopped at such a step may be resumed with another response
         "anomalies": _spikes(sections.anomalies),
-        # not how many islands there are, nor how they find each other
+        # not the number of islands, nor how they find each other
         "islands": _islands(sections.islands),
     }
 
@@ -112,7 +112,7 @@ def _distillation(section: DistillSection | None, *, sequence_length: int) -> Cu
         if matching is not None:
             fields[name] = matching.model_dump(mode="json")
     if section.on_policy is not None:
-        # not how many are continued at a time, nor whether keys and values are kept
+        # not the number of samples continued at a time, nor whether keys and values are cached
         length = section.on_policy.length(sequence_length)
         kept = section.on_policy.model_dump(include={"fraction", "prompt_tokens", "temperature"})
         fields["on_policy"] = {**kept, "new_tokens": length}
@@ -129,7 +129,7 @@ def _mixture(data: DataSection, *, samples: int) -> Curve:
         # a source without a weight and without a budget has weight 1
         "weights": [source.weight or (None if source.epochs or source.tokens else 1.0) for source in data.sources],
         "sources": labels if any(labels) else None,
-        # the mixing weight that a budget amounts to depends on the length of the run
+        # the mixing weight equivalent to a budget depends on the length of the run
         "budgets": {"sources": budgets, "samples": samples} if budgeted else None,
         "schedule": stages or None,
     }
@@ -144,7 +144,7 @@ def _balance(moe: MoeSection) -> Curve | None:
 def _islands(section: IslandsSection | None) -> Curve | None:
     if section is None or section.name is None:
         return None
-    # not in checkpoints that are older than them
+    # absent from checkpoints older than these fields
     newer = {"overlap": section.overlap, "mode": section.mode}
     newer = {key: value for key, value in newer.items() if value not in (0, "synchronous")}
     outer = section.outer.model_dump(exclude=None if section.outer.momentum_follows_lr else {"momentum_follows_lr"})
@@ -156,7 +156,7 @@ def _spikes(section: AnomaliesSection) -> Curve | None:
 
 
 def written_keys(field: str) -> tuple[str, ...]:
-    """The config keys that a field of the curve, or one inside it, follows from; the most likely first."""
+    """Returns the config keys from which a curve field, or a field inside it, follows; the most likely first."""
     if field.endswith(_FINGERPRINT):
         return (field.removesuffix(_FINGERPRINT),)
     for derived, keys in _WRITTEN.items():
@@ -166,28 +166,28 @@ def written_keys(field: str) -> tuple[str, ...]:
 
 
 def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, samples: int) -> bool:
-    """Whether a changed field alters which samples the steps until a checkpoint had, their text or their number.
+    """Tells whether a changed field alters the samples of the steps up to a checkpoint, their text or their number.
 
     Args:
         field: dotted path within the curve.
         was: the checkpoint's curve.
         now: the config's curve.
-        samples: number of samples in the run's order until the checkpoint.
+        samples: number of samples in the run's order up to the checkpoint.
     """
     if not any(f"{field}.".startswith(f"{name}.") for name in _COUNTED_BY):
         return False
-    # weights that change later leave all before as it was; islands are ahead of their steps in the order of samples
+    # weights that change later do not affect earlier samples; islands are ahead of their steps in the order of samples
     same = not was.get("islands") and _stages(was, until=samples) == _stages(now, until=samples)
     return not (same and field in _MIXTURE)
 
 
 def _stages(curve: Mapping[str, Any], *, until: int) -> list[Any]:
-    """Stages of the mixture that begin before a number of samples, as (step, weights of the sources)."""
+    """Returns the mixture's stages that begin before sample `until`, as (step, weights of the sources)."""
     data = curve["data"]
     stages = data.get("schedule") or [[0, data["weights"]]]
     return [stage for stage in stages if stage[0] == 0 or stage[0] * curve["train_batch_size"] < until]
 
 
 def is_allowed(field: str, name: str) -> bool:
-    """Whether a name in `run.allow_change` covers a field of the curve: by its own path or by a key it follows from."""
+    """Tells whether a name in `run.allow_change` covers a curve field, by its path or a key from which it follows."""
     return any(f"{key}.".startswith(f"{name}.") for key in (field, *written_keys(field)))

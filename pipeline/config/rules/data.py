@@ -1,4 +1,4 @@
-"""Rules of the data mixture that hold whatever the data: mixing weights, budgets, and stages of the curriculum."""
+"""Rules of the data mixture that hold for any data: mixing weights, budgets, and stages of the curriculum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_data(data: DataSection) -> None:
     """Refuses sources with two kinds of shares, and incomplete or misordered stages of the curriculum.
 
     Raises:
-        ConfigError: names the source or the stage.
+        ConfigError: a source or stage is invalid; the error names it.
     """
     for number, source in enumerate(data.sources):
         given = [key for key in _SHARES if getattr(source, key) is not None]

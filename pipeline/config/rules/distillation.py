@@ -1,7 +1,7 @@
-"""Rules of a distillation, and its layer map, which says whose hidden states and attentions are matched. No torch.
+"""Rules of a distillation, and its layer map: the layers whose hidden states and attentions are matched. No torch.
 
 Layers are counted from 0. Sources of the layer maps: uniform, Jiao et al. 2020, TinyBERT (arXiv:1909.10351), section
-3.1; the last layers alone, Wang et al. 2020, MiniLM (arXiv:2002.10957), section 3.
+3.1; only the last layers, Wang et al. 2020, MiniLM (arXiv:2002.10957), section 3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HIDDEN, ATTENTIONS = "distill.hidden_states", "distill.attentions"
 
 
 def features_of(section: DistillSection) -> dict[str, HiddenStatesSection | AttentionsSection]:
-    """Field -> section of every matching that is on."""
+    """Returns field -> section of every matching that is on."""
     both: dict[str, HiddenStatesSection | AttentionsSection | None] = {
         HIDDEN: section.hidden_states,
         ATTENTIONS: section.attentions,
@@ -28,10 +28,10 @@ def features_of(section: DistillSection) -> dict[str, HiddenStatesSection | Atte
 
 
 def check_features(distill: DistillSection | None, *, attn_implementation: str, engine: str, compiled: bool) -> None:
-    """Refuses matchings that no model makes possible: without a teacher in memory, or of other attention.
+    """Refuses matchings that are impossible for any model: without a teacher in memory, or with other attention.
 
     Raises:
-        ConfigError: names the field, and what works.
+        ConfigError: a matching is impossible; the error names the field and what works.
     """
     if distill is None:
         return
@@ -62,12 +62,12 @@ def layer_map(field: str, given: LayerMap, *, student: int, teacher: int) -> dic
 
     Args:
         field: name of the section, for the message.
-        given: the config's layer map. "uniform" maps layer i of n to layer ceil((i + 1) N / n) - 1 of N: both are
-            at the same share of their depth, and the last layers are mapped to each other.
+        given: the config's layer map. "uniform" maps layer i of n to layer ceil((i + 1) N / n) - 1 of N: both are at
+            the same fraction of the depth, and the last layers are mapped to each other.
         student, teacher: number of decoder layers, n and N.
 
     Raises:
-        ConfigError: a layer that does not exist, or an empty map.
+        ConfigError: a layer does not exist, or the map is empty.
     """
     if given == "last":
         return {student - 1: teacher - 1}
@@ -99,7 +99,7 @@ def check_models(
     *,
     last_stage: tuple[int, int],
 ) -> None:
-    """Refuses a layer map, a loss or relation heads that do not fit two models.
+    """Refuses a layer map, a loss or relation heads that do not fit the two models.
 
     Args:
         section: the config's `distill`.
@@ -108,7 +108,7 @@ def check_models(
         last_stage: (first, end) of the student's layers on the last pipeline stage.
 
     Raises:
-        ConfigError: names the field, and what works.
+        ConfigError: something does not fit; the error names the field and what works.
     """
     for field, matching in features_of(section).items():
         depths = {"student": student["num_hidden_layers"], "teacher": teacher["num_hidden_layers"]}
@@ -128,13 +128,13 @@ def check_models(
 
 
 def relation_heads(section: AttentionsSection, student: Mapping[str, Any]) -> int:
-    """Relation heads of both models: as given, or the student's attention heads."""
+    """Returns the number of relation heads of both models: as configured, or the student's attention heads."""
     heads: int = section.relation_heads or student["num_attention_heads"]
     return heads
 
 
 def attention_features(model: Mapping[str, Any]) -> dict[str, int]:
-    """Features of a token's queries, keys and values, all heads together, by a Hugging Face config."""
+    """Returns the features of a token's queries, keys and values, over all heads, from a Hugging Face config."""
     heads = model["num_attention_heads"]
     size = model.get("head_dim") or model["hidden_size"] // heads
     keys = (model.get("num_key_value_heads") or heads) * size
@@ -164,10 +164,10 @@ def _shown(both: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_distillation(section: DistillSection | None, data: DataSection) -> None:
-    """Refuses a distillation without a teacher, and cached logits of samples that no two runs would agree on.
+    """Refuses a distillation without a teacher, and cached logits of samples that differ from run to run.
 
     Raises:
-        ConfigError: names the field.
+        ConfigError: the section is invalid; the error names the field.
     """
     if section is None:
         return

@@ -1,4 +1,4 @@
-"""Rules of the token exchange between expert-parallel ranks: its key, and features that a package's kernels support."""
+"""Rules of the token exchange between expert-parallel ranks: its key, and features that the kernels support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OVERLAP = "parallel.ep_overlap"
 
 
 def expert_exchange(config: Config) -> str:
-    """Returns `parallel.ep_exchange`, or the value of DeepSpeed's key for it; all_to_all where neither is given.
+    """Returns `parallel.ep_exchange`, or the value of DeepSpeed's key for it; all_to_all without either.
 
     Raises:
         ConfigError: the two keys contradict each other.
@@ -30,7 +30,7 @@ def check_expert_exchange(config: Config) -> None:
     """Refuses features that the kernels of DeepEP and HybridEP do not support, in a run with expert parallelism.
 
     Raises:
-        ConfigError: names the field and what works.
+        ConfigError: a feature is unsupported; the error names the field and what works.
     """
     name = expert_exchange(config)
     if name == "all_to_all":
@@ -48,16 +48,17 @@ def check_expert_exchange(config: Config) -> None:
 
 
 def check_overlap(config: Config, topology: Topology, batch: BatchSizes, *, elastic: bool) -> None:
-    """Refuses an exchange beside another micro-batch where there is no exchange, or no other micro-batch.
+    """Refuses overlap of the exchange with another micro-batch if there is no exchange or only one micro-batch.
 
     Args:
         config: the config.
         topology: the mesh.
-        batch: the batch sizes on it.
-        elastic: the run may have any number of processes; with one micro-batch each the key has no effect then.
+        batch: batch sizes on the mesh.
+        elastic: whether the run may have any number of processes; the key then has no effect if each has only one
+            micro-batch.
 
     Raises:
-        ConfigError: names what works.
+        ConfigError: overlap is impossible; the error names what works.
     """
     if not config.parallel.ep_overlap:
         return

@@ -1,7 +1,7 @@
 """`launch.fallback_layouts`: the layout of a start on fewer processes than the configured one needs.
 
-Law 4 (re-layout) makes any of them right: a checkpoint is read in every layout, and the batches and the curve stay the
-same. The configured layout is tried first at every start, so that a run grows back by itself.
+By law 4 (re-layout) any fallback layout is valid: every layout can read a checkpoint, and the batches and the loss
+curve stay the same. Every start tries the configured layout first, so a run grows back without help.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChosenLayout:
     """The layout of a start.
 
     Attributes:
-        config: the config with this layout in the place of its own.
+        config: the config with this layout in place of its own.
         text: line that names the fallback and why it was chosen; None for the configured layout.
     """
 
@@ -58,11 +58,12 @@ def choose_layout(config: Config, *, world_size: int, check: Callable[[str, Conf
     Args:
         config: the config.
         world_size: number of processes.
-        check: refuses a config that cannot run on a number of processes. It is given the field of every layout, the
-            config in it and the fewest processes that it takes, so that a fallback is found wrong before it is needed.
+        check: refuses a config that cannot run on a number of processes. It gets every layout's field, the config with
+            the layout and the layout's smallest number of processes: invalid fallbacks are found before they are
+            needed.
 
     Raises:
-        ConfigError: a layout is wrong at any number of processes, or none fits.
+        ConfigError: a layout is invalid at any number of processes, or no layout fits.
     """
     layouts = fallback_fields(config)
     if not layouts:
@@ -85,16 +86,16 @@ def choose_layout(config: Config, *, world_size: int, check: Callable[[str, Conf
 
 
 def fallback_fields(config: Config) -> dict[str, FallbackLayout]:
-    """Dotted path -> fallback layout, in order."""
+    """Returns dotted path -> fallback layout, in order."""
     return {f"launch.fallback_layouts.{number}": each for number, each in enumerate(config.launch.fallback_layouts)}
 
 
 @contextmanager
 def naming_fallback(field: str, config: Config) -> Iterator[None]:
-    """Context in which errors in a fallback layout name that layout, rather than the keys that it replaces.
+    """Makes errors of the block name the fallback layout rather than the keys that it replaces.
 
     Args:
-        field: config field of the layout that is checked; if it is not a fallback, errors stay as they are.
+        field: config field of the checked layout; if it is not a fallback, errors stay unchanged.
         config: the config, with the list of fallbacks.
 
     Raises:

@@ -13,10 +13,10 @@ REPLICAS = "replicas"
 
 
 def refuse_remote_groups(config: Config) -> None:
-    """Refuses groups of processes whose directory is in an object store: they find each other's files in it.
+    """Refuses groups of processes with their directory in an object store, since they read each other's files there.
 
     Raises:
-        ConfigError: names the section.
+        ConfigError: a section needs a shared directory; the error names it.
     """
     if is_url(config.run.dir) and (config.islands or config.replicas):
         field = "islands" if config.islands else REPLICAS
@@ -28,7 +28,7 @@ def check_islands(config: Config) -> None:
     """Checks the section `islands`, and the features used beside it.
 
     Raises:
-        ConfigError: an address without a secret, or a feature that an island cannot have.
+        ConfigError: an address has no secret, or an island does not support a feature.
     """
     section = config.islands
     if section is None:
@@ -65,7 +65,7 @@ def check_addresses(section: QuorumSection, *, field: str, groups: str) -> None:
         groups: name of the groups in messages, e.g. "islands".
 
     Raises:
-        ConfigError: an address without a secret, or none.
+        ConfigError: an address has no secret, or there is no address.
     """
     if not is_loopback(section.bind) and section.secret_file is None:
         why = f"other hosts could connect there, and nothing would prove that they are {groups} of this run"
@@ -81,7 +81,7 @@ def refuse_rollback(anomalies: AnomaliesSection, *, why: str) -> None:
     """Refuses a policy that loads an older checkpoint.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: the policy is rollback; the error gives `why`.
     """
     for field in ("non_finite", "spikes"):
         value = getattr(anomalies, field)
@@ -90,7 +90,7 @@ def refuse_rollback(anomalies: AnomaliesSection, *, why: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can connect to an address."""
+    """Tells whether only this host can connect to an address."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -101,7 +101,7 @@ def check_replicas_section(config: Config) -> None:
     """Checks the section `replicas`, and the features used beside it.
 
     Raises:
-        ConfigError: an address without a secret, or a feature that replicas cannot have.
+        ConfigError: an address has no secret, or replicas do not support a feature.
     """
     section = config.replicas
     if section is None:

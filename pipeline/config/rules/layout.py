@@ -23,19 +23,19 @@ from pipeline.config.topology import Topology, largest_divisor
 def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> Topology:
     """Derives the mesh: pp, cp and tp from the config, dp from the number of processes.
 
-    DeepSpeed's own keys for an axis mean the same as ours; if both are given, they have to be equal.
+    DeepSpeed's keys for an axis mean the same as ours; if both are given, they have to be equal.
 
     Args:
         config: the config.
         world_size: number of processes.
-        elastic: take the largest mesh that fits the processes; the others are spare.
+        elastic: whether to take the largest mesh that fits the processes; the other processes are spare.
 
     Raises:
         ConfigError: two keys contradict each other, or pp x cp x tp does not divide the number of processes.
     """
     sizes = _sizes(config)
     model_ranks = math.prod(sizes.values())
-    if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be made smaller
+    if elastic and config.launch.backend != "mpi":  # mpirun's world cannot be shrunk
         dp_unit = _dp_unit(config, sizes)
         if dp := world_size // (model_ranks * dp_unit) * dp_unit:
             return _with_experts(config, Topology(dp=dp, **sizes))
@@ -49,7 +49,7 @@ def topology_of(config: Config, *, world_size: int, elastic: bool = False) -> To
 
 
 def fewest_processes(config: Config) -> int:
-    """The smallest number of processes that an elastic run in the configured layout takes.
+    """Returns the smallest number of processes for an elastic run in the configured layout.
 
     Raises:
         ConfigError: two keys contradict each other.
@@ -59,7 +59,7 @@ def fewest_processes(config: Config) -> int:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Sizes of the axes pp, tp and cp."""
+    """Returns the sizes of the axes pp, tp and cp."""
     deepspeed_keys = {
         "pp": ("pipeline.stages", config.pipeline.stages),
         "tp": ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
@@ -69,12 +69,12 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _expert_size(config: Config) -> int:
-    """Size of the axis ep."""
+    """Returns the size of the axis ep."""
     return _size(config, "ep", "expert_parallel.autoep_size", config.expert_parallel.size)
 
 
 def _size(config: Config, axis: str, key: str, value: int | None) -> int:
-    """The size of an axis, by our key or by DeepSpeed's."""
+    """Returns the size of an axis, from our key or DeepSpeed's."""
     own: int | None = getattr(config.parallel, axis)
     if own is not None and value is not None and own != value:
         raise ConfigError(f"parallel.{axis}", own, why=f"{key} is {value}", remedy="give one of the two")
@@ -82,7 +82,7 @@ def _size(config: Config, axis: str, key: str, value: int | None) -> int:
 
 
 def _dp_unit(config: Config, sizes: Mapping[str, int]) -> int:
-    """Returns a divisor that dp must have: dp x cp is a multiple of a hybrid shard group, dp x cp x tp one of ep."""
+    """Returns a divisor that dp must have: dp x cp is a multiple of a hybrid shard group, dp x cp x tp of ep."""
     shard, ep = config.parallel.hybrid_shard_size or 1, _expert_size(config)
     return lcm(shard // gcd(shard, sizes["cp"]), ep // gcd(ep, sizes["cp"] * sizes["tp"]))
 
@@ -92,7 +92,7 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
     ep, ranks = _expert_size(config), topology.stage_ranks
     if ranks % ep:
         why = f"it does not divide the {ranks} ranks of a pipeline stage (dp {topology.dp} x cp {topology.cp} x tp"
-        experts = _experts(config) or ranks * ep  # where their number is not known, any size divides them
+        experts = _experts(config) or ranks * ep  # if the number of experts is unknown, any size divides it
         near = f"use {largest_divisor(gcd(ranks, experts), most=ep)}"
         if experts % ep == 0:
             near += f", or start {topology.pp * -(-ranks // ep) * ep} processes"
@@ -101,7 +101,7 @@ def _with_experts(config: Config, topology: Topology) -> Topology:
 
 
 def _experts(config: Config) -> int | None:
-    """Number of experts of a layer; None where `model.config` does not say."""
+    """Returns the number of experts of a layer; None where `model.config` does not give it."""
     given = config.model.config or {}
     counts = (given.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
@@ -111,7 +111,7 @@ def check_layout(config: Config, topology: Topology) -> None:
     """Checks divisibility by the mesh, and combinations of sections.
 
     Raises:
-        ConfigError: names the nearest number that works.
+        ConfigError: a number does not divide; the error names the nearest valid one.
     """
     _check_sequence(config, topology)
     if config.model.config is not None:
@@ -138,10 +138,10 @@ def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str,
         model: a Hugging Face config; keys it does not have are not checked.
         topology: the mesh.
         cp_method: `parallel.cp_method`.
-        trained: the sizes are those of weights that there are, and cannot be changed.
+        trained: whether the sizes belong to existing weights and cannot be changed.
 
     Raises:
-        ConfigError: names the largest number of ranks that works.
+        ConfigError: a size does not divide; the error names the largest valid number of ranks.
     """
     tp, cp = topology.tp, topology.cp
     heads = model.get("num_attention_heads")
@@ -280,7 +280,7 @@ def check_schedule(parallel: ParallelSection, topology: Topology, batch: BatchSi
     """Checks the number of micro-batches and of virtual stages against the pipeline schedule.
 
     Raises:
-        ConfigError: names the nearest batch sizes that work.
+        ConfigError: a number does not fit; the error names the nearest valid batch sizes.
     """
     pp = topology.pp
     chunks = parallel.virtual_stages
@@ -310,7 +310,7 @@ def check_schedule(parallel: ParallelSection, topology: Topology, batch: BatchSi
 
 
 def _micro_batches(batch: BatchSizes, of: int, *, why: str) -> ConfigError:
-    """Makes the error that names the nearest multiples of so many micro-batches."""
+    """Makes the error that names the nearest numbers of micro-batches that are multiples of `of`."""
     each = batch.dp * batch.micro
     below, above = (n // of * of * each for n in (batch.accumulation, batch.accumulation + of))
     near = f"{below} or {above}" if below else str(above)

@@ -1,4 +1,4 @@
-"""Rules of on-policy distillation that hold whatever the data and the models. No torch."""
+"""Rules of on-policy distillation that hold for any data and models. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_on_policy(
     """Refuses samples that do not fit into a window, and layouts in which the student cannot generate.
 
     Raises:
-        ConfigError: names the field and what works.
+        ConfigError: on-policy distillation cannot run; the error names the field and what works.
     """
     if distill is None or distill.on_policy is None:
         return

@@ -1,4 +1,4 @@
-"""Rules of `model.parametrization` that need neither torch nor the model: sections that go together."""
+"""Rules of `model.parametrization` that need neither torch nor the model: which sections go together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_parametrization(model: ModelSection, optimizer: OptimizerSection) -> N
     """Checks `model.parametrization` and `model.base`.
 
     Raises:
-        ConfigError: one without the other, an optimizer with other scaling rules, or layers that were removed.
+        ConfigError: one key is given without the other, the optimizer has other scaling rules, or layers were removed.
     """
     if model.parametrization == "standard":
         if model.base is not None:

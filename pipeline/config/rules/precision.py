@@ -1,4 +1,4 @@
-"""Rules of mixed precision, fp8 and quantization-aware training that hold whatever the machine. No torch."""
+"""Rules of mixed precision, fp8 and quantization-aware training that hold on any machine. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_precision(bf16: Bf16Section, fp16: Fp16Section, data_types: DataTypesS
     """Checks that one precision is selected, and that the dtype of gradient accumulation fits it.
 
     Raises:
-        ConfigError: bf16 and fp16 together; gradients accumulated in bf16 in a run that is not bf16.
+        ConfigError: bf16 and fp16 are both selected, or gradients are accumulated in bf16 in a run that is not bf16.
     """
     if bf16.enabled and fp16.enabled:
         why = "bf16.enabled is true, too, and weights have one dtype"
@@ -27,12 +27,12 @@ def check_precision(bf16: Bf16Section, fp16: Fp16Section, data_types: DataTypesS
 
 
 def block_of(section: Fp8Section) -> int:
-    """Number of which the sizes of a matrix product must be multiples: 16 (bytes), or a block of mxfp8, 32 elements."""
+    """Returns the number that must divide a matrix product's sizes: 16 (bytes), or 32 (elements of an mxfp8 block)."""
     return 32 if section.recipe == "mxfp8" else 16
 
 
 def check_fp8_precision(section: Fp8Section, *, bf16: Bf16Section, engine: str, stage: int) -> None:
-    """Checks that fp8 has bf16 beside it, and that weights can be gathered in fp8 where that is wanted.
+    """Checks that bf16 is on with fp8, and that weights can be gathered in fp8 if the config asks for it.
 
     Raises:
         ConfigError: bf16 is off, or weights cannot be gathered in fp8 with this recipe, engine or ZeRO stage.
@@ -54,12 +54,12 @@ def check_fp8_precision(section: Fp8Section, *, bf16: Bf16Section, engine: str, 
 
 
 def check_fp8_tokens(section: Fp8Section, topology: Topology, batch: BatchSizes) -> None:
-    """Checks the tokens of a micro-batch, over which the product of a weight's gradient sums.
+    """Checks the tokens of a micro-batch, over which the matrix product of a weight gradient sums.
 
     Raises:
-        ConfigError: their number is not a multiple of the block of fp8 kernels.
+        ConfigError: the number of tokens is not a multiple of the block of fp8 kernels.
     """
-    # its weight gradients are computed in bf16
+    # this recipe computes weight gradients in bf16
     if not section.enabled or section.recipe == "rowwise_with_gw_hp":
         return
     block, length = block_of(section), batch.sequence_length
@@ -77,7 +77,7 @@ def check_quantization_aware(section: QuantizationAwareSection | None, topology:
     """Checks the features used beside quantization-aware training.
 
     Raises:
-        ConfigError: fp8 products, tensor parallelism, or a group size where the scheme has none.
+        ConfigError: the run has fp8 products, tensor parallelism, or a group size that the scheme does not use.
     """
     if section is None:
         return

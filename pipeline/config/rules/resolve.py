@@ -1,7 +1,7 @@
 """The table of supported parallel layouts, and `resolve`: from a validated `Config` to a run with all sizes derived.
 
 Everything is checked before a process group, a GPU or a byte of output is touched. `training.py` has the rules that
-hold whatever the layout, `layout.py` the divisibility rules of a supported layout.
+hold in any layout, `layout.py` the divisibility rules of a supported layout.
 """
 
 from __future__ import annotations
@@ -98,12 +98,13 @@ FEATURES: dict[str, Feature] = {
     "fp16": Feature("fp16", "fp16.enabled", "bf16.enabled true", lambda c, _t: c.fp16.enabled or None),
     **{name: _schedule(name) for name in SCHEDULES if name != "1f1b"},
 }
-"""Features besides data parallelism, which every layout has, and the schedule 1f1b, which every layout with pp has."""
+"""Features of layouts, except data parallelism, which every layout has, and the 1f1b schedule, which every layout with
+pp has."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of the table: the features that one engine supports together at one ZeRO stage.
+    """A row of the table: features that an engine supports together at one ZeRO stage.
 
     Attributes:
         engine: deepspeed or torch.
@@ -132,7 +133,7 @@ LAYOUTS = (
         "ZeRO-3: optimizer states, gradients and parameters are sharded",
         _EVERYWHERE | {"offload_optimizer", "offload_param"},
     ),
-    # the passes of two micro-batches at once need the same weights, which stage 3 frees after each pass
+    # simultaneous passes of two micro-batches need the same weights, which stage 3 frees after each pass
     Layout("torch", 0, "DDP: nothing is sharded", _NATIVE | {"ep_overlap"}),
     Layout(
         "torch",
@@ -141,8 +142,8 @@ LAYOUTS = (
         _NATIVE | {"shard", "ep_overlap"},
     ),
     Layout("torch", 2, "FSDP2, parameters gathered once per optimizer step", _NATIVE | {"shard", "ep_overlap"}),
-    # where weight gradients are computed apart from input gradients, torch 2.13 does not find weights that are
-    # resharded after each pass, and silently loses their gradients
+    # if weight and input gradients are computed separately, torch 2.13 does not find weights that are resharded after
+    # each pass, and silently loses their gradients
     Layout(
         "torch",
         3,
@@ -155,7 +156,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A config that can run, with everything derived from it and the number of processes.
+    """A config that can run, with all values derived from it and from the number of processes.
 
     Attributes:
         config: the config.
@@ -163,14 +164,14 @@ class ResolvedRun:
         batch: global batch, micro-batch and gradient accumulation.
         steps: length of the run in optimizer steps.
         schedule: learning-rate schedule.
-        spare: processes that are not part of the mesh and stand by.
-        fallback: line that names the fallback layout that was chosen, and why; None in the configured layout.
-        layouts: field -> the run in the configured layout and in each fallback, each on the fewest processes that it
-            takes; empty without fallbacks.
-        measured_devices: devices of the pipeline ranks, once they were measured (`parallel.stage_speeds` "measured");
-            None before.
-        imbalance: rows of the fullest rank of an expert-parallel group over the mean, for the formulas of memory and
-            time; None where they take one from `moe.balance`.
+        spare: number of processes that are not part of the mesh and stand by.
+        fallback: line that names the chosen fallback layout and the reason; None in the configured layout.
+        layouts: field -> the run in the configured layout and in each fallback, each on its smallest number of
+            processes; empty without fallbacks.
+        measured_devices: measured devices of the pipeline ranks (`parallel.stage_speeds` "measured"); None before the
+            measurement.
+        imbalance: rows of the fullest rank of an expert-parallel group divided by the mean, for the formulas of memory
+            and time; None where the formulas derive it from `moe.balance`.
     """
 
     config: Config
@@ -186,7 +187,7 @@ class ResolvedRun:
 
     @property
     def plain(self) -> bool:
-        """Whether this is the reference: one process, Hugging Face's own forward pass, no parallelism."""
+        """Whether this is the reference: a single process, Hugging Face's own forward pass, no parallelism."""
         return self.config.engine == "reference"
 
     @property
@@ -196,12 +197,12 @@ class ResolvedRun:
 
     @property
     def replicated(self) -> bool:
-        """Whether this is one of several replicas of the model that come and go."""
+        """Whether this is one of several replicas of the model that may leave and join."""
         return self.config.replicas is not None and self.config.replicas.name is not None
 
     @property
     def shard_size(self) -> int | None:
-        """Number of data ranks over which engine torch shards parameters; None for all."""
+        """Number of data ranks over which engine torch shards parameters; None for all data ranks."""
         unsharded = self.config.engine == "torch" and self.config.zero_optimization.stage == 0
         return 1 if unsharded else self.config.parallel.hybrid_shard_size
 
@@ -209,8 +210,7 @@ class ResolvedRun:
     def expert_shards(self) -> int:
         """Number of ranks over which the experts of an expert-parallel rank are sharded.
 
-        Those are all ranks that hold the same experts, with hybrid sharding those of one replica; 1 where nothing is
-        sharded.
+        These are all ranks with the same experts, or with hybrid sharding those in one replica; 1 without sharding.
         """
         topology, shard = self.topology, self.shard_size
         if self.config.zero_optimization.stage == 0:
@@ -219,12 +219,12 @@ class ResolvedRun:
 
     @property
     def overlaps_exchange(self) -> bool:
-        """Whether experts exchange the rows of a micro-batch beside another one's passes (`parallel.ep_overlap`)."""
+        """Whether experts exchange a micro-batch's rows during another micro-batch's passes (`parallel.ep_overlap`)."""
         return self.config.parallel.ep_overlap and self.topology.ep > 1 and self.batch.accumulation > 1
 
     @property
     def zigzag(self) -> bool:
-        """Whether context-parallel ranks hold two chunks of a sequence each; see `topology.sequence_chunks`."""
+        """Whether context-parallel ranks hold two chunks of a sequence each (`topology.sequence_chunks`)."""
         return self.topology.cp > 1 and self.config.parallel.cp_method == "ring"
 
     @property
@@ -235,7 +235,7 @@ class ResolvedRun:
         return self.config.parallel.virtual_stages or self.config.parallel.schedule_kind.number_of_stages
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that has a (virtual) stage; -1 is the last stage."""
+        """Returns the pipeline rank of a (virtual) stage; -1 is the last stage."""
         count = self.topology.pp * self.virtual_stages
         return self.config.parallel.schedule_kind.rank_of(stage % count, self.topology.pp)
 
@@ -248,8 +248,8 @@ class ResolvedRun:
     def held_bytes_per_parameter(self) -> float | None:
         """Bytes that engine torch holds per parameter on one device, gradient included; None in other layouts.
 
-        Weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches or replicas are
-        added up), and the optimizer's states. Source: `engines.torch_native.single`.
+        They are the weight and the rest of its fp32 master, the gradient (fp32 where several micro-batches or replicas
+        are summed), and the optimizer's states. Source: `engines.torch_native.single`.
         """
         if self.plain or not self.alone:
             return None
@@ -261,7 +261,7 @@ class ResolvedRun:
 
     @property
     def layout(self) -> str:
-        """One line on the layout: engine, sharding, mesh, pipeline schedule."""
+        """Describes the layout in one line: engine, sharding, mesh, pipeline schedule."""
         return self._mesh + (f"; {self.fallback}" if self.fallback else "")
 
     @property
@@ -289,7 +289,7 @@ class ResolvedRun:
 
     @property
     def precision(self) -> str:
-        """One line on mixed precision."""
+        """Describes mixed precision in one line."""
         if self.config.fp16.enabled:
             scale = self.config.fp16.loss_scale
             return f"fp16, fp32 master weights, loss scale {f'{scale:g}' if scale else 'dynamic'}"
@@ -305,13 +305,13 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     Args:
         config: the config.
         world_size: number of processes.
-        begun: the run is resumed, so that any number of processes is accepted, as with `parallel.elastic`.
+        begun: whether the run is resumed and thus accepts any number of processes, as with `parallel.elastic`.
 
     Returns:
-        The run; its `config` has the layout of a fallback where one was taken.
+        The run; its `config` has the fallback's layout if a fallback was chosen.
 
     Raises:
-        ConfigError: `CombinedConfigError` where several rules that do not depend on each other are broken.
+        ConfigError: a rule is broken; `CombinedConfigError` for several independent rules.
     """
     layouts: dict[str, ResolvedRun] = {}
 
@@ -360,7 +360,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
 
 
 def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, BatchSizes]:
-    """Derives the mesh and the batch sizes on it, by rules that build on each other."""
+    """Derives the mesh and its batch sizes, by rules that build on each other."""
     topology = topology_of(config, world_size=world_size, elastic=elastic)
     refuse_unsupported(config, topology)
     check_layout(config, topology)
@@ -385,7 +385,7 @@ def _check_reference(topology: Topology, selected: Mapping[str, object]) -> None
 
 
 def selected_features(config: Config, topology: Topology) -> dict[str, object]:
-    """Name -> value of the features that a config selects."""
+    """Returns name -> value of the features that a config selects."""
     values = {name: feature.value(config, topology) for name, feature in FEATURES.items()}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -394,7 +394,7 @@ def refuse_unsupported(config: Config, topology: Topology) -> None:
     """Refuses a layout that is not in the table.
 
     Raises:
-        ConfigError: its remedy names the nearest supported layouts.
+        ConfigError: the layout is unsupported; the remedy names the nearest supported layouts.
     """
     engine, stage = config.engine, config.zero_optimization.stage
     selected = selected_features(config, topology)
@@ -413,7 +413,7 @@ def refuse_unsupported(config: Config, topology: Topology) -> None:
 
 
 def _nearest(engine: str, stage: int, selected: Collection[str]) -> str:
-    """The smallest sets of changes that give a supported layout, each with the nearest ZeRO stage."""
+    """Names the smallest sets of changes that give a supported layout, each with the nearest ZeRO stage."""
     ways: dict[tuple[str, ...], tuple[int, int, int, int, str]] = {}
     for row in LAYOUTS:
         dropped = tuple(FEATURES[name].off for name in selected if name not in row.features)
@@ -466,7 +466,7 @@ def check_length(run: RunSection) -> None:
 
 
 def steps_of(run: RunSection, batch: BatchSizes) -> int:
-    """Number of optimizer steps of a run, from `run.steps` or `run.tokens`."""
+    """Returns a run's number of optimizer steps, from `run.steps` or `run.tokens`."""
     if run.steps is not None:
         return run.steps
     assert run.tokens is not None

@@ -1,4 +1,4 @@
-"""Rules of `parallel.shares`: layouts in which a step's samples may be divided unevenly, and the batch sizes then."""
+"""Rules of `parallel.shares`: layouts in which a step's samples may be divided unevenly, and their batch sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shared_batch(config: Config, topology: Topology) -> BatchSizes:
     """Derives the batch sizes of a run with `parallel.shares`; with "auto" they are even until speeds are measured.
 
     Raises:
-        ConfigError: the shares do not fit the mesh or the batch, or what else the config asks for.
+        ConfigError: the shares do not fit the mesh, the batch or another key.
     """
     given = config.parallel.shares
     assert given is not None
@@ -51,7 +51,7 @@ def shared_batch(config: Config, topology: Topology) -> BatchSizes:
 
 
 def _rule(config: Config, topology: Topology, *, samples: int, micro: int) -> ShareRule:
-    """Returns the rule: lockstep if gradients are reduced after every micro-batch, as at stage 2 without a pipeline."""
+    """Returns the rule: lockstep if gradients are reduced after each micro-batch, as at stage 2 without a pipeline."""
     lockstep = config.zero_optimization.stage >= 2 and topology.pp == 1
     least, multiple = micro_batch_constraints(config.parallel, topology)
     whole = topology.pp > 1 or (config.compile.enabled is True and not lockstep)
@@ -60,7 +60,7 @@ def _rule(config: Config, topology: Topology, *, samples: int, micro: int) -> Sh
 
 
 def _micro(config: Config, weights: list[float], samples: int) -> int:
-    """The micro-batch where none is given: the largest share in the given number of micro-batches."""
+    """Derives a missing micro-batch size: the largest share divided into the given number of micro-batches."""
     counts = largest_remainder(weights, samples, least=1)
     return math.ceil(max(counts) / (config.gradient_accumulation_steps or 1))
 
@@ -127,7 +127,7 @@ def _check_units(rule: ShareRule) -> None:
 
 
 def _check_lockstep(rule: ShareRule, weights: list[float]) -> None:
-    """Refuses a list of shares that lockstep cannot divide as asked; "auto" has even weights here: it always passes."""
+    """Refuses a list of shares that lockstep cannot realize; "auto" has even weights here and always passes."""
     wanted = largest_remainder(weights, rule.samples, least=1)
     count = -(-max(wanted) // rule.micro)
     if min(wanted) < count:
@@ -141,5 +141,5 @@ def _check_lockstep(rule: ShareRule, weights: list[float]) -> None:
 
 
 def changes_shapes(config: Config, topology: Topology, batch: BatchSizes) -> bool:
-    """Whether the sizes of a run's micro-batches change when shares are measured anew."""
+    """Tells whether new measurements of shares change the sizes of a run's micro-batches."""
     return config.parallel.shares == "auto" and topology.dp > 1 and share_rule(config, topology, batch).shapes_change

@@ -22,7 +22,7 @@ class StageDevices:
 
     Attributes:
         speeds: speed of every pipeline rank, in any unit.
-        memory: bytes of every pipeline rank's device that tensors may take; None where it limits nothing.
+        memory: bytes that tensors may take on every pipeline rank's device; None without a limit.
     """
 
     speeds: tuple[float, ...]
@@ -30,7 +30,7 @@ class StageDevices:
 
 
 def given_devices(parallel: ParallelSection, topology: Topology) -> StageDevices:
-    """Returns the config's devices; equal speeds where they are measured or absent."""
+    """Returns the config's devices; speeds are equal where they are absent or still to be measured."""
     speeds, memory = parallel.stage_speeds, parallel.stage_memory_gb
     if speeds is None or speeds == "measured":
         speeds = (1.0,) * topology.pp
@@ -40,10 +40,10 @@ def given_devices(parallel: ParallelSection, topology: Topology) -> StageDevices
 def check_stage_devices(
     parallel: ParallelSection, topology: Topology, *, islands: IslandsSection | None, distill: DistillSection | None
 ) -> None:
-    """Refuses speeds and memory of stages where there are none, and lists that do not fit the pipeline.
+    """Refuses speeds and memory of stages without a pipeline, and lists that do not fit the pipeline.
 
     Raises:
-        ConfigError: names the field, and what works.
+        ConfigError: a key does not fit; the error names the field and what works.
     """
     given = {SPEEDS: parallel.stage_speeds, MEMORY: parallel.stage_memory_gb}
     for field, value in given.items():

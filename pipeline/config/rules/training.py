@@ -1,4 +1,4 @@
-"""Rules within the model, optimizer and run sections, whatever the layout."""
+"""Rules within the model, optimizer and run sections, for any layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
     """Checks the `model` section.
 
     Raises:
-        ConfigError: not exactly one model, a field that needs `model.path`, or what `check_model_config` refuses.
+        ConfigError: there is not exactly one model, a field needs `model.path`, or `check_model_config` refuses the
+            model.
     """
     if (model.config is None) == (model.path is None):
         why = "neither is given" if model.config is None else "both are given"
@@ -31,7 +32,7 @@ def check_moe(moe: MoeSection) -> None:
     """Checks the `moe` section.
 
     Raises:
-        ConfigError: a field that has no effect with the chosen balance.
+        ConfigError: a field has no effect with the chosen balance.
     """
     if moe.aux_loss_coef is not None and moe.balance == "none":
         why, remedy = "moe.balance is none", "set moe.balance to aux_loss, or remove it"
@@ -45,7 +46,7 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
     """Checks the integers of a Hugging Face config that all decoders have; keys that are absent are not checked.
 
     Raises:
-        ConfigError: no `model_type`; heads that do not divide; a sequence longer than the model's positions.
+        ConfigError: `model_type` is missing, heads do not divide, or the sequence is longer than the model's positions.
     """
     if not isinstance(model.get("model_type"), str):
         remedy = 'add "model_type": "llama" (or qwen3, mistral, gpt2, ...)'
@@ -70,7 +71,7 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
         near = max(h for h in range(1, min(kv_heads, heads) + 1) if heads % h == 0)
         why = f"num_attention_heads {heads} is not divisible by it"
         raise ConfigError("model.config.num_key_value_heads", kv_heads, why=why, remedy=f"use {near}")
-    # -1: XLNet's word for no limit
+    # -1 is XLNet's value for no limit
     limits = {name: model[name] for name in POSITIONS if isinstance(model.get(name), int) and model[name] > 0}
     for name, positions in limits.items():
         if positions >= sequence_length:
@@ -84,18 +85,18 @@ _SIZES = {
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads"),
 }
-"""Sizes that every decoder has. Other counts may be 0 (`num_nextn_predict_layers`), or lists with one per layer."""
+"""Sizes that every decoder has. Other counts may be 0 (`num_nextn_predict_layers`), or lists with an item per layer."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
-"""Names of the longest sequence that an architecture computes, e.g. MPT's `max_seq_len`."""
+"""Config keys for an architecture's longest sequence, e.g. MPT's `max_seq_len`."""
 
 
 def check_optimizer(optimizer: OptimizerSection) -> None:
     """Checks the `optimizer` section.
 
     Raises:
-        ConfigError: a parameter that the type does not have; Adam with L2; a beta or a momentum outside [0, 1);
-            Nesterov momentum without momentum.
+        ConfigError: the type does not have a parameter, Adam has L2 decay, a beta or momentum is outside [0, 1), or
+            Nesterov momentum is on without momentum.
     """
     given, kind, params = optimizer.type, optimizer.kind, optimizer.params
     for name, value in params:
@@ -117,10 +118,10 @@ def check_optimizer(optimizer: OptimizerSection) -> None:
 
 
 def check_checkpoints(section: RunSection) -> None:
-    """Checks the keys that only go, or do not go, with `run.checkpoint_every` "auto" or a `run.dir` that is a URL.
+    """Checks keys that require, or exclude, `run.checkpoint_every` "auto" or a URL as `run.dir`.
 
     Raises:
-        ConfigError: a key has no meaning beside them, or without them.
+        ConfigError: a key has no meaning with these values, or without them.
     """
     if section.keep_in_bucket is not None and not is_url(section.dir):
         why = f"run.dir is a path, {section.dir}: run.keep_checkpoints and run.keep_every decide there"

@@ -89,7 +89,7 @@ class OnPolicySection(Section):
     )
 
     def length(self, sequence_length: int) -> int:
-        """Tokens that the student samples, where none of them ends the text."""
+        """Returns the number of tokens that the student samples if no token ends the text."""
         return self.new_tokens or sequence_length + 1 - self.prompt_tokens
 
 

@@ -1,6 +1,6 @@
 """Schema of a run's `data` section: sources and their mixing weights, curriculum, packing, fill-in-the-middle.
 
-No torch, no file access. What the keys must satisfy together is in `rules/data.py`.
+No torch, no file access. Rules that involve several keys are in `rules/data.py`.
 """
 
 from __future__ import annotations

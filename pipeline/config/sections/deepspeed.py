@@ -1,7 +1,7 @@
-"""Schema of the config sections that DeepSpeed owns: DeepSpeed's key names and meaning, as far as headrace runs them.
+"""Schema of the config sections that DeepSpeed owns: DeepSpeed's names and meaning of the supported keys.
 
-No torch, no file access. DeepSpeed's keys that are not here are in `deepspeed_keys.py`, each with what to do instead.
-The defaults of DeepSpeed that descriptions name are those of deepspeed 0.19.8.
+No torch, no file access. DeepSpeed's other keys are in `deepspeed_keys.py`, each with a remedy. Descriptions name the
+defaults of deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class ExpertParallelSection(Section):
 
     @property
     def size(self) -> int | None:
-        """The expert-parallel size; None where the section is off or gives none."""
+        """The expert-parallel size; None where the section is off or gives no size."""
         return self.autoep_size if self.enabled else None
 
 

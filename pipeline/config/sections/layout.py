@@ -17,18 +17,17 @@ class PipelineKind:
 
     Attributes:
         torch: class in `torch.distributed.pipelining.schedules`.
-        virtual_stages: a rank runs several (model chunks), on multiples of pp micro-batches.
-        any_number: the schedule runs any number of micro-batches, not only pp or more.
-        v_shaped: a rank has two virtual stages, of which the second ones are placed from the last rank back to the
-            first, and runs any number of micro-batches from 2 pp.
-        overlaps: a rank runs the forward pass of a micro-batch in one stage beside the backward pass of another one in
-            the
-            other stage of the rank, where `parallel.ep_overlap` says so.
-        splits_backward: gradients of weights are computed apart from those of inputs, and later.
-        bubble: bubble divided by that of 1F1B with as many virtual stages.
-        in_flight: micro-batches of a step and pp -> micro-batches whose activations a rank keeps at one time; None:
-            as many as 1F1B, which depends on the rank.
-        searched: whether the planner tries it.
+        virtual_stages: whether a rank runs several virtual stages (model chunks), on multiples of pp micro-batches.
+        any_number: whether the schedule runs any number of micro-batches, even fewer than pp.
+        v_shaped: whether a rank has two virtual stages, the second ones placed from the last rank back to the first. It
+            then runs any number of micro-batches from 2 pp on.
+        overlaps: whether a rank can overlap the forward pass of a micro-batch in one of its stages with the backward
+            pass of another micro-batch in its other stage (`parallel.ep_overlap`).
+        splits_backward: whether weight gradients are computed separately from input gradients, and later.
+        bubble: bubble divided by the bubble of 1F1B with the same number of virtual stages.
+        in_flight: function of a step's micro-batches and pp: the number of micro-batches whose activations a rank keeps
+            at one time; None for that of 1F1B, which depends on the rank.
+        searched: whether the planner tries this schedule.
     """
 
     torch: str
@@ -42,13 +41,13 @@ class PipelineKind:
     searched: bool = True
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The pipeline rank, one of `ranks`, that has a (virtual) stage."""
+        """Returns the pipeline rank, of `ranks` ranks, that has a (virtual) stage."""
         lap, place = divmod(stage, ranks)
         return ranks - 1 - place if self.v_shaped and lap % 2 else place
 
     @property
     def number_of_stages(self) -> int:
-        """Virtual stages of a rank where the config does not say how many."""
+        """Virtual stages of a rank where the config gives no number."""
         return 2 if self.virtual_stages else 1
 
 
@@ -57,14 +56,14 @@ SCHEDULES = {
     "gpipe": PipelineKind("ScheduleGPipe", any_number=True, in_flight=lambda count, _pp: count, searched=False),
     "1f1b": PipelineKind("Schedule1F1B"),
     "interleaved_1f1b": PipelineKind("ScheduleInterleaved1F1B", virtual_stages=True),
-    # Qi et al. 2023 (arXiv:2401.10241), 2.3, ZB-H1: it keeps the activations of a micro-batch until the gradients of
-    # weights, on every rank as many as 1F1B on the first; its bubble is T_F + T_B - T_W to T_F + T_B + T_W, where the
-    # three take equally long
+    # Qi et al. 2023 (arXiv:2401.10241), 2.3, ZB-H1: it keeps a micro-batch's activations until the weight gradients, on
+    # every rank as many as 1F1B on the first rank. Its bubble relates to 1F1B's as T_F + T_B - T_W to T_F + T_B + T_W;
+    # here the three times are taken as equal
     "zero_bubble": PipelineKind(
         "ScheduleInterleavedZeroBubble", virtual_stages=True, splits_backward=True, bubble=1 / 3, in_flight=min
     ),
-    # DeepSeek-AI 2024 (arXiv:2412.19437), table 2, cut in half (https://github.com/deepseek-ai/DualPipe): a bubble of
-    # (p - 1) (T_F + 2 T_B - 3 T_W) of half a rank's layers, where B is I and W, to (p - 1) (T_F + T_B)
+    # DeepSeek-AI 2024 (arXiv:2412.19437), table 2, cut in half (https://github.com/deepseek-ai/DualPipe): its bubble,
+    # (p - 1) (T_F + 2 T_B - 3 T_W) for half a rank's layers, where B is I and W, relates to 1F1B's, (p - 1) (T_F + T_B)
     "dualpipev": PipelineKind(
         "ScheduleDualPipeV",
         virtual_stages=True,
@@ -72,7 +71,7 @@ SCHEDULES = {
         overlaps=True,
         splits_backward=True,
         bubble=2 / 3,
-        searched=False,  # its formula of memory is low on the first rank (docs/log.md, DualPipeV)
+        searched=False,  # its memory formula is too low on the first rank (docs/log.md, DualPipeV)
     ),
 }
 """Pipeline schedules by `parallel.schedule`."""

@@ -1,7 +1,7 @@
-"""The optimizers of a run: section `optimizer`, and optimizers as all code but their `step` sees them. No torch.
+"""The optimizers of a run: section `optimizer`, and all properties of optimizers except their `step`. No torch.
 
-A type is an entry of `KINDS` and a module beside `pipeline/engines/optim/lion.py`, which builds it: nothing else names
-it. The decision: docs/decisions/0015-optimizers.md.
+A type consists of an entry of `KINDS` and a module beside `pipeline/engines/optim/lion.py` that builds it; nothing else
+names it (docs/decisions/0015-optimizers.md).
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ class OptimizerKind:
 
     Attributes:
         name: the `optimizer.type`.
-        states: names of its state tensors, each fp32 and of the parameter's shape, as the optimizer names them.
-        defaults: defaults of the `optimizer.params` that it takes beside lr and weight_decay; None: absent.
+        states: names of its state tensors, as the optimizer names them; each is fp32 with the parameter's shape.
+        defaults: defaults of its `optimizer.params` other than lr and weight_decay; None: absent.
         aliases: other names of the type.
         counts_steps: whether it keeps a step counter (bias correction), the scalar `optimizer_step` of a checkpoint.
         scope: values on which the update of an element depends.
-        states_need: the parameter without which it keeps no states; torch's fused kernel wants those of all parameters.
-        state_beta: index of the beta that is the decay rate of its first state; None: the gradient is added to it
-            unscaled.
-        l2_decay: weight decay is added to the gradient, so that the first state contains it; else it is decoupled.
-        sign_like: an element's update does not grow with its gradient: the rules of CompleteP hold.
-        proof_lr: bounds of the learning rate of a proof: the weights of a tiny model change noticeably in a few steps,
-            and a curve at a higher rate is chaotic, so that rounding alone tells two layouts apart.
-        usual_betas: betas that a refusal of other ones suggests.
-        rest: the kind of the parameters that are no hidden matrices, where the scope is `MATRIX`.
+        states_need: the `optimizer.params` key without which it keeps no states; torch's fused kernel needs states of
+            all parameters.
+        state_beta: index of the beta that is the decay rate of its first state; None if the gradient is added to that
+            state unscaled.
+        l2_decay: whether weight decay is added to the gradient, and so part of the first state; otherwise it is
+            decoupled.
+        sign_like: whether an element's update does not grow with its gradient, so that the rules of CompleteP hold.
+        proof_lr: bounds of the learning rate of a proof. Above the lower bound the weights of a tiny model change
+            noticeably in a few steps; above the upper one the curve is chaotic, and rounding alone makes two layouts
+            differ.
+        usual_betas: betas that an error about invalid betas suggests.
+        rest: kind for parameters other than hidden matrices, where the scope is `MATRIX`.
     """
 
     name: str
@@ -64,12 +67,12 @@ class OptimizerKind:
     rest: OptimizerKind | None = None
 
     def of(self, *, matrix: bool) -> OptimizerKind:
-        """The kind of one parameter, a hidden matrix or not."""
+        """Returns the kind for one parameter, a hidden matrix or not."""
         return self if matrix or self.rest is None else self.rest
 
     @property
     def module(self) -> str:
-        """The module of its class: has `build(groups, params, *, lr, fused)`, which makes the torch optimizer."""
+        """Name of the module with `build(groups, params, *, lr, fused)`, which makes the torch optimizer."""
         return f"pipeline.engines.optim.{self.name.lower()}"
 
     @property
@@ -79,11 +82,11 @@ class OptimizerKind:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes of the fp32 master weight and of the states of one parameter: what a checkpoint holds of it."""
+        """Bytes of the fp32 master weight and the states of one parameter, as in a checkpoint."""
         return _FP32_BYTES * (1 + len(self.states))
 
     def state_bytes(self, *, parameters: float, matrices: float) -> float:
-        """Bytes of master weights and states of all parameters, `matrices` of which are elements of hidden matrices."""
+        """Computes the bytes of all master weights and states; `matrices` of the parameters are in hidden matrices."""
         return matrices * self.bytes_per_parameter + (parameters - matrices) * self.of(matrix=False).bytes_per_parameter
 
     def __str__(self) -> str:
@@ -149,7 +152,7 @@ OPTIMIZERS = {name: kind for kind in KINDS for name in (kind.name, *kind.aliases
 LISTED = f"{', '.join(kind.name for kind in KINDS[:-1])} or {KINDS[-1].name}"
 
 CODE_BLOCK = 256
-"""Numbers that share a scale where moments are held in 8 bits."""
+"""Number of values that share a scale where moments are stored in 8 bits."""
 MOMENTS_BYTES: dict[str | None, float] = {None: 4, "fp32": 4, "bf16": 2, "8bit": 1 + 4 / CODE_BLOCK}
 """`optimizer.params.moments_dtype` -> bytes per element of a state tensor in memory."""
 
@@ -161,7 +164,7 @@ def kind_of(optimizer: Mapping[str, Any]) -> OptimizerKind:
         optimizer: `type` (AdamW without one) and `params`.
 
     Raises:
-        KeyError: no such type.
+        KeyError: the type is unknown.
     """
     kind, params = OPTIMIZERS[optimizer.get("type", "AdamW")], optimizer.get("params") or {}
     return kind if kind.states_need is None or params.get(kind.states_need) else replace(kind, states=())
@@ -240,7 +243,7 @@ class OptimizerParams(Section):
     )
 
     def rates_at(self, lr: float) -> dict[str, float]:
-        """The learning rates at another `lr`: those of Muon and of its AdamW part keep their proportion to it."""
+        """Returns the learning rates at another `lr`; rates of Muon and of its AdamW part keep their ratio to it."""
         own = {"muon_lr": self.muon_lr, "adam_lr": self.adam_lr}
         return {"lr": lr, **{name: rate / self.lr * lr for name, rate in own.items() if rate is not None}}
 
@@ -271,14 +274,14 @@ class OptimizerSection(Section):
 
     @property
     def kind(self) -> OptimizerKind:
-        """The optimizer as all code but its `step` sees it."""
+        """Properties of the optimizer, except its `step`."""
         return kind_of(self.model_dump())
 
     @property
     def has_adamw_rates(self) -> bool:
-        """Whether learning rate and weight decay mean what they do to AdamW: laws of its hyperparameters hold.
+        """Whether learning rate and weight decay mean the same as for AdamW, so that laws of its hyperparameters hold.
 
-        Those of Muon do where its updates are as large as AdamW's (Liu et al. 2025, Moonlight, arXiv:2502.16982, 2.2).
+        They do for Muon if its updates are as large as AdamW's (Liu et al. 2025, Moonlight, arXiv:2502.16982, 2.2).
         """
         if self.kind.scope is UpdateScope.ELEMENT:
             return self.kind == ADAMW

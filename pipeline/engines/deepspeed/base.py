@@ -52,7 +52,7 @@ class DeepSpeedBase(EngineBase):
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:  # noqa: ARG002
         set_up_deepspeed()  # zero.Init would not take over the process group
-        deepspeed.utils.groups.mpu = None  # a global, which may hold the groups of an engine built earlier
+        deepspeed.utils.groups.mpu = None  # a global that may have the groups of an earlier engine
         self.deferred = False  # ZeRO's optimizers read the norm on the host
 
     def _initialize(
@@ -88,7 +88,7 @@ class DeepSpeedBase(EngineBase):
         self.decoders = [self._local_model.decoder]
 
     def state(self) -> State:
-        """See `Engine.state`. Raises on all ranks if one rank's disk fails, because writing is collective."""
+        """Implements `Engine.state`. Raises on all ranks if one rank's disk fails, because writing is collective."""
         state: NamedState = {}
         failed: str | None = None
         try:
@@ -96,7 +96,7 @@ class DeepSpeedBase(EngineBase):
         except (OSError, RuntimeError, AssertionError) as error:
             failed = str(error) or repr(error)
         raise_on_all_ranks(failed, "the optimizer state could not be read")
-        if not self._local_model.decoder.layout.first:  # of tied weights, the first stage writes its copy
+        if not self._local_model.decoder.layout.first:  # for tied weights, the first stage writes its copy
             for name in self._local_model.tied:
                 for key in named_state.parameter_keys(name, self._kind_of(name)):
                     del state[key]
@@ -109,35 +109,35 @@ class DeepSpeedBase(EngineBase):
         return local_state.named, partial(restore_local_state, self._engine.optimizer, local_state, self._kind)
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`."""
+        """Implements `Engine.replicas`."""
         return replicas(self._engine.optimizer, self._local_model, self._mesh, self._tied_group)
 
     def _begin(self, step: StepBatch, lr: float, limits: UpdateLimits) -> float:
         """Sets learning rate, limits and loss scale; returns the factor on a summed loss before its backward pass.
 
-        DeepSpeed averages gradients over the data ranks; multiplied by their number that is the sum, and targets are
-        counted over all of them. In fp16 the loss scale is divided by that number, so that gradients are as large as on
-        one process and overflow in the same steps.
+        DeepSpeed averages gradients over the data ranks. Multiplied by the number of data ranks, this is the sum;
+        targets are counted over all of them. In fp16 the loss scale is divided by that number, so that gradients are as
+        large as on one process and overflow in the same steps.
         """
         optimizer, ranks = self._engine.optimizer, self._mesh.size("data") if self._mesh else 1
         self._loss, self._limits, self._outcome = math.nan, limits, None
         set_learning_rate(optimizer, lr)
         if self._qk_clip is not None:
             self._qk_clip.begin_step()
-        if self._balancer is not None:  # the factor on a summed loss, and the scale that DeepSpeed applies on top of it
+        if self._balancer is not None:  # the factor on a summed loss, times the scale that DeepSpeed applies
             self._balancer.begin_step((self._scaler.value if self._scaler.enabled else ranks) / step.targets)
         if not self._scaler.enabled:
             return ranks / step.targets
         if isinstance(optimizer, ReplicatedOptimizer):
             optimizer.scale = self._scaler.value / ranks
             return self._scaler.value / step.targets
-        optimizer.override_loss_scale(self._scaler.value / ranks)  # DeepSpeed multiplies the loss by it, in `backward`
+        optimizer.override_loss_scale(self._scaler.value / ranks)  # `backward` multiplies the loss by it
         return ranks / step.targets
 
     def _result(self, step: StepBatch, means: list[float]) -> FinishedStep:
-        """The result of the step; lowers the loss scale after an overflow.
+        """Returns the result of the step; lowers the loss scale after an overflow.
 
-        Where DeepSpeed skipped the update itself, because the norm is not finite, it has not asked yet.
+        If DeepSpeed itself skipped the update because of a non-finite norm, it has not called `_update_allowed`.
         """
         self._update_allowed()
         assert self._outcome is not None
@@ -155,7 +155,7 @@ class DeepSpeedBase(EngineBase):
         return self._outcome is StepOutcome.APPLIED
 
     def _norm(self) -> float:
-        """The global gradient norm. DeepSpeed reports None, infinity or -1 when it skipped an update for it."""
+        """Returns the global gradient norm; for a non-finite norm DeepSpeed reports None, infinity or -1."""
         reported = self._engine.optimizer._global_grad_norm
         norm = math.inf if reported is None else float(reported)
         return norm if norm >= 0 else math.inf

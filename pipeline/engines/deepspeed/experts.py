@@ -1,11 +1,10 @@
 """Expert parallelism under DeepSpeed: tells its engine that ranks hold different experts.
 
-Gradients of experts are reduced, and ZeRO partitions them, over the ranks that hold the same ones (edp). DeepSpeed
-divides the sum by the number of data ranks, as for all other parameters. Its engine asks for a layer of its own to
-believe that there are experts; how a layer computes and what its parameters are called is not its business.
-Verified with deepspeed 0.19.8: `runtime/engine.py` (`has_moe_layers`, `_reduce_expert_gradients`,
-`_resolve_zero3_param_placement`), `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` (`autoep_expert`) and
-`runtime/bf16_optimizer.py`.
+Gradients of experts are reduced, and partitioned by ZeRO, over the ranks that have the same experts (edp). DeepSpeed
+divides the sum by the number of data ranks, as for all other parameters. Its engine recognizes experts only by a layer
+of its own class; the layer's computation and parameter names do not matter. Verified with deepspeed 0.19.8:
+`runtime/engine.py` (`has_moe_layers`, `_reduce_expert_gradients`, `_resolve_zero3_param_placement`),
+`runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` (`autoep_expert`) and `runtime/bf16_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pipeline.engines.parallel.mesh import Mesh
 
 
 def set_expert_groups(mesh: Mesh | None) -> None:
-    """Gives DeepSpeed a mesh's groups for experts, which replace an earlier engine's."""
+    """Gives DeepSpeed a mesh's groups for experts; they replace the groups of an earlier engine."""
     by_name = {
         "ep": (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
         "edp": (groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
@@ -37,17 +36,17 @@ def set_expert_groups(mesh: Mesh | None) -> None:
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Marks a parameter of this rank's experts; call it after `set_expert_groups`, and before ZeRO-3 partitions it."""
+    """Marks a parameter of this rank's experts, after `set_expert_groups` and before ZeRO-3 partitions it."""
     [(name, same_experts)] = groups._EXPERT_DATA_PARALLEL_GROUP.items()
     marked: Any = parameter
     marked.allreduce, marked.group_name = False, name
-    marked.tensor_model_parallel = True  # counted on every tp rank in the norm: each has other experts, or another part
+    marked.tensor_model_parallel = True  # counted in the norm on every tp rank: each has other experts or parts
     marked.ds_zero_placement_family, marked.ds_zero_partition_group_name = "autoep_expert", name
     marked.ds_zero_partition_process_group = same_experts
 
 
 class ExpertMarker(AutoEPMoELayer):  # type: ignore[misc]
-    """A module that tells DeepSpeed's engine of marked parameters. It has none itself, and never runs."""
+    """A module that tells DeepSpeed's engine that marked parameters exist. It has no parameters and never runs."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -58,9 +57,9 @@ class ExpertMarker(AutoEPMoELayer):  # type: ignore[misc]
 
 
 def split_experts(parameter_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Separates the parameters of experts into groups of their own, as ZeRO takes them.
+    """Separates the parameters of experts into their own groups, as ZeRO requires.
 
-    With expert parallelism that makes twice as many groups on every rank, some of which may be empty.
+    With expert parallelism this doubles the groups on every rank; some may be empty.
     """
     split = [{**g, "params": [p for p in g["params"] if not is_moe_param(p)]} for g in parameter_groups]
     for name in groups._EXPERT_DATA_PARALLEL_GROUP:

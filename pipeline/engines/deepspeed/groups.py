@@ -1,7 +1,7 @@
 """Process groups for DeepSpeed, with the interface of Megatron's model-parallel unit ("mpu").
 
-DeepSpeed shards over the data group (dp x cp) only, and its gradient norm counts tensor-parallel shards on every tp
-rank and all other parameters once.
+DeepSpeed shards only over the data group (dp x cp). Its gradient norm counts tensor-parallel shards on every tp rank,
+and all other parameters once.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ class ModelParallelUnit:
         self._pipe: dist.ProcessGroup = alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The data ranks: they see different tokens and hold the same parameters."""
+        """Returns the data ranks, which have different tokens and the same parameters."""
         return self._data
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of the data ranks."""
+        """Returns the global ranks of the data ranks."""
         return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of data ranks."""
+        """Returns the number of data ranks."""
         return dist.get_world_size(self._data)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index among the data ranks."""
+        """Returns this rank's index among the data ranks."""
         return dist.get_rank(self._data)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different shards of the same parameters; without pipeline parallelism the tp ranks."""
+        """The ranks with different shards of the same parameters: without pipeline parallelism, the tp ranks."""
         return self._tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """Number of model-parallel ranks."""
+        """Returns the number of model-parallel ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's index among the model-parallel ranks."""
+        """Returns this rank's index among the model-parallel ranks."""
         return dist.get_rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        """The tp ranks."""
+        """Returns the tp ranks."""
         return self._tensor
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Number of tp ranks."""
+        """Returns the number of tp ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's index among the tp ranks."""
+        """Returns this rank's index among the tp ranks."""
         return dist.get_rank(self._tensor)
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The group of this rank alone."""
+        """Returns the group of this rank alone."""
         return self._pipe
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Number of pipeline stages: one."""
+        """Returns the number of pipeline stages: one."""
         return 1
 
     def get_pipe_parallel_rank(self) -> int:
-        """Index of the only stage."""
+        """Returns the index of the only stage."""
         return 0

@@ -1,4 +1,4 @@
-"""Builds this rank's part of the model for DeepSpeed: assembled, materialized, and marked the way DeepSpeed expects."""
+"""Builds this rank's part of the model for DeepSpeed: assembled, materialized, and marked as DeepSpeed expects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Zero3:
 
     Attributes:
         config: DeepSpeed's own config.
-        unit: the model-parallel unit (mpu); None when all ranks are the data group.
+        unit: the model-parallel unit (mpu); None if the data group consists of all ranks.
     """
 
     config: dict[str, Any]
@@ -47,7 +47,7 @@ def build_local_model(
     balancer: ExpertBalancer | None = None,
     zero3: Zero3 | None = None,
 ) -> LocalModel:
-    """Builds and materializes this rank's part of the model. No rank holds more than its part and one parameter.
+    """Builds and materializes this rank's part of the model; memory never exceeds this part plus one parameter.
 
     Args:
         run: the resolved config.
@@ -55,13 +55,13 @@ def build_local_model(
         values: initial values of its parameters.
         mesh: this rank's coordinates and groups; None for one process.
         device: this rank's device.
-        stage: the pipeline stage to build; the full model when None.
-        balancer: observes the experts' routers; None for a dense model.
-        zero3: shards every parameter over its data ranks; None for other stages.
+        stage: the pipeline stage to build; None for the full model.
+        balancer: balancer that observes the experts' routers; None for a dense model.
+        zero3: settings with which every parameter is sharded over its data ranks; None for other ZeRO stages.
     """
     set_expert_groups(mesh)
     local_model = assemble(run, model, mesh, stage=stage, balancer=balancer)
-    # alone on its stage, a tied head has another name in the module than the embedding it is a copy of
+    # a tied head on a stage without the embedding has another name in the module than the embedding that it copies
     names = {id(parameter): name for name, parameter in local_model.decoder.parameters_by_name().items()}
     sharded = ShardedValues(values, local_model)
     make = None if zero3 is None else partial(_zero3_parameter, sharded, device, zero3, local_model.experts.keys())
@@ -83,9 +83,9 @@ def _zero3_parameter(
     name: str,
     on_meta: nn.Parameter,
 ) -> nn.Parameter:
-    """A parameter that is sharded with ZeRO-3 over the data group, or over the ranks that hold the same experts.
+    """Makes a parameter that ZeRO-3 shards over the data group, or over the ranks that have the same experts.
 
-    Only this rank's partition has been computed.
+    Only this rank's partition is computed.
     """
     full = torch.empty(on_meta.shape, dtype=on_meta.dtype, device=device)
     parameter = nn.Parameter(full, requires_grad=on_meta.requires_grad)
@@ -97,7 +97,7 @@ def _zero3_parameter(
         config_dict_or_path=zero3.config,
         data_parallel_group=None if zero3.unit is None else zero3.unit.get_data_parallel_group(),
         mpu=zero3.unit,
-        # hpZ: None at the first parameter, for which DeepSpeed creates the group, and refuses to create it again
+        # hpZ: None for the first parameter, at which DeepSpeed creates the group; it refuses to create it again
         zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if secondary else None,
         fill=partial(_fill, values, name, device),
         whole=secondary,
@@ -109,8 +109,8 @@ class _OwnPartition(deepspeed.zero.Init):  # type: ignore[misc]
     """`zero.Init` for parameters whose values every rank can compute: nothing is broadcast.
 
     Args:
-        fill: writes values into a parameter, from one flat index to another.
-        whole: all values are needed, for the partition within a node (hpZ) besides this rank's.
+        fill: function that writes values into a parameter, from one flat index to another.
+        whole: whether all values are needed: besides this rank's partition, hpZ needs the partition within a node.
     """
 
     def __init__(self, *, fill: Callable[[torch.Tensor, int, int], None], whole: bool, **arguments: Any) -> None:
@@ -127,7 +127,7 @@ class _OwnPartition(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def _fill(values: ParameterValues, name: str, device: torch.device, full: torch.Tensor, start: int, stop: int) -> None:
-    """Writes the values from one flat index to another into a parameter; computes only the rows they lie in."""
+    """Writes the values from one flat index to another into a parameter; computes only the rows that contain them."""
     if start == stop:
         return
     if not full.ndim:

@@ -12,8 +12,8 @@ def check_machine(zero: ZeroSection, fp16: Fp16Section) -> None:
     """Refuses configs that DeepSpeed would fail at on this machine later, with a less helpful error.
 
     Raises:
-        ConfigError: offload to NVMe without libaio, or on a GPU without the CUDA toolkit; fp16 with ZeRO on a processor
-            that DeepSpeed does not run it on.
+        ConfigError: libaio, or on a GPU the CUDA toolkit, is missing for offload to NVMe; or DeepSpeed does not run
+            fp16 with ZeRO on this processor.
     """
     for name in ("offload_optimizer", "offload_param"):
         if getattr(zero, name).device == "nvme":
@@ -36,9 +36,9 @@ def _check_async_io(field: str) -> None:
 
 
 def _lacks_cuda_toolkit() -> bool:
-    """Whether DeepSpeed would compile its AIO operator for a GPU, and finds no toolkit: a TypeError in its builder.
+    """Whether DeepSpeed would compile its AIO operator for a GPU but lacks the toolkit: a TypeError in its builder.
 
-    It is not compiled where it was when DeepSpeed was installed (DS_BUILD_AIO).
+    The operator is not compiled if it was built when DeepSpeed was installed (DS_BUILD_AIO).
     """
     from deepspeed.git_version_info import installed_ops  # noqa: PLC0415
     from torch.utils.cpp_extension import CUDA_HOME  # noqa: PLC0415

@@ -1,8 +1,8 @@
 """Access to optimizer state that DeepSpeed offloads to an NVMe disk.
 
 Stage 3 with `offload_optimizer` on nvme writes flat fp32 tensors larger than a block (`aio.block_size`, 1 MiB by
-default) to files; between steps they are empty in memory.
-Verified with deepspeed 0.19.8: `runtime/swap_tensor/partitioned_optimizer_swapper.py`.
+default) to files; between steps these tensors are empty in memory. Verified with deepspeed 0.19.8:
+`runtime/swap_tensor/partitioned_optimizer_swapper.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def is_swapped(optimizer: Any, index: int) -> bool:
 
 @contextmanager
 def swapped_in(optimizer: Any, index: int, *, write: bool) -> Iterator[None]:
-    """Context manager that keeps a flat tensor and its states in memory; does nothing if they are not on a disk.
+    """Keeps a flat tensor and its states in memory within a block; does nothing if they are not on a disk.
 
     Args:
         optimizer: the engine's `optimizer`.
         index: the flat tensor's index.
-        write: whether changes are written back to the disk at the end; otherwise they are lost.
+        write: whether to write changes back to the disk at the end of the block; otherwise they are lost.
     """
     swapped = is_swapped(optimizer, index)
     if swapped:

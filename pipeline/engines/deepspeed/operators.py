@@ -20,11 +20,11 @@ from torch.utils.cpp_extension import get_default_build_root
 from foundation.lock import lock_file
 
 OLD_S = 600.0
-"""Seconds for which a lock is kept whose process may run on another host, where it cannot be checked."""
+"""Seconds for which to keep a lock whose process may run on another host, where it cannot be checked."""
 
 CONFIRM_S = 3.0
-"""Seconds for which nobody may have a lock open before it counts as stale: torch closes the file, then removes it, and
-fails if it is gone by then. On a busy machine more than a second has passed between the two."""
+"""Seconds for which no process may have a lock open before it counts as stale. torch closes the file, then removes it,
+and fails if it is already gone. On a busy machine the two were more than a second apart."""
 
 
 def remove_stale_locks(root: Path | None = None, *, old_s: float = OLD_S) -> None:
@@ -56,9 +56,9 @@ def set_up_deepspeed() -> None:
 
 
 def compile_async_io() -> None:
-    """Compiles the operator of offload to NVMe, unless it is compiled: minutes on a busy machine.
+    """Compiles the operator of offload to NVMe, unless it is compiled; this takes minutes on a busy machine.
 
-    Processes forked from this one have it, and need no time for it.
+    Processes forked from this one need not compile it.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415
 
@@ -69,15 +69,15 @@ def compile_async_io() -> None:
 def skip_shared_memory() -> None:
     """Disables DeepSpeed's all-reduce through `/dev/shm` on the CPU, which it sets up by default.
 
-    Only inference uses it, and it sums over all ranks whatever the group (csrc/cpu/comm/shm_interface.cpp). It is
-    compiled at the first start, and leaves 66 MiB per rank in memory when a process started by `deepspeed` ends.
-    Processes forked from this one inherit the setting.
+    Only inference uses this all-reduce, and it ignores the group: it sums over all ranks
+    (csrc/cpu/comm/shm_interface.cpp). It is compiled at the first start, and leaves 66 MiB per rank in memory when a
+    process started by `deepspeed` ends. Processes forked from this one inherit the setting.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _is_not_about_untested_optimizers(record: logging.LogRecord) -> bool:
-    """Drops DeepSpeed's warning of optimizers that are not in its list: tests/engines/test_optimizers.py tries ours."""
+    """Drops DeepSpeed's warning about optimizers not in its list; tests/engines/test_optimizers.py tests ours."""
     return "untested optimizer" not in str(record.msg)
 
 
@@ -103,7 +103,7 @@ def _remove_if_stale(lock: Path, old_s: float) -> None:
 
 
 def _seconds_left(lock: Path, old_s: float) -> float | None:
-    """Seconds until a lock counts as stale; None when it is gone, or held by a process on this host."""
+    """Returns the seconds until a lock counts as stale; None if it is gone or a process on this host holds it."""
     try:
         first = lock.stat()
         if _is_held(lock):
@@ -122,7 +122,7 @@ def _seconds_left(lock: Path, old_s: float) -> float | None:
 def _is_held(lock: Path) -> bool:
     """Whether a process of this user on this host has the file open."""
     for opened in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # closed in the meantime, or of another user
+        with suppress(OSError):  # closed meanwhile, or another user's
             if opened.samefile(lock):
                 return True
     return False

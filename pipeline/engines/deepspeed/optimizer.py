@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed's engine gets: one with an update gate for ZeRO to wrap, or `ReplicatedOptimizer`."""
+"""Makes the optimizer for DeepSpeed's engine: one with an update gate, for ZeRO to wrap, or `ReplicatedOptimizer`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def make_optimizer(
     counts_unsharded: bool,
     update_allowed: Callable[[], bool],
 ) -> torch.optim.Optimizer:
-    """The optimizer as DeepSpeed's engine gets it: `ReplicatedOptimizer` at stage 0, else one that ZeRO wraps.
+    """Makes the optimizer for DeepSpeed's engine: `ReplicatedOptimizer` at stage 0, else one that ZeRO wraps.
 
     Args:
         run: the resolved config.
         local_model: this rank's part of the model, materialized.
         scales: factors on the optimizer's hyperparameters, by parameter name.
-        model_group: the ranks that together hold the whole model; None when this rank does.
-        expert_group: the ranks that together hold a layer's experts; None when this rank does.
-        counts_unsharded: this rank counts the gradients of parameters that all tp ranks hold in full in the norm.
-        update_allowed: decides on every update; called before it, when the gradient norm is known.
+        model_group: the ranks that together have the whole model; None if this rank has it.
+        expert_group: the ranks that together have a layer's experts; None if this rank has them.
+        counts_unsharded: whether this rank counts, in the norm, gradients of parameters that all tp ranks have.
+        update_allowed: function that decides on every update, called when the gradient norm is known.
     """
     section, named = run.config.optimizer, local_model.decoder.parameters_by_name()
     if run.config.zero_optimization.stage > 0:
@@ -60,10 +60,10 @@ def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:
     """Makes `step` of an optimizer do nothing unless the update is allowed.
 
     ZeRO's optimizers compute the gradient norm, unscale and clip, and then call `step` of the optimizer they wrap, once
-    for all flat tensors (`BF16_Optimizer`), per parameter group (stages 1 and 2) or per sub-group (stage 3). Until then
-    they change no state that outlives the step, and afterwards they only copy the fp32 weights into the model's and
-    free the gradients. So the whole update can be skipped here, without patching the engine. Where the norm is not
-    finite they skip the update themselves and do not call `step`. Verified with deepspeed 0.19.8: `step` in
+    for all flat tensors (`BF16_Optimizer`), per parameter group (stages 1 and 2) or per sub-group (stage 3). Before
+    this call they change no state that outlives the step; after it they only copy the fp32 weights into the model's and
+    free the gradients. So the whole update can be skipped here, without patching the engine. If the norm is not finite,
+    they skip the update themselves and do not call `step`. Verified with deepspeed 0.19.8: `step` in
     `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` (state on a disk is swapped in and written back unchanged)
     and `runtime/bf16_optimizer.py`.
 
@@ -71,7 +71,7 @@ def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:
 
     Args:
         optimizer: the optimizer, whose `step` is replaced.
-        update_allowed: whether to update; must return the same value for all calls of one step.
+        update_allowed: function that returns whether to update, the same in all calls of one step.
     """
     update = optimizer.step
 
@@ -85,9 +85,9 @@ def with_update_gate(optimizer: Opt, update_allowed: Callable[[], bool]) -> Opt:
 
 
 def hook_partial_gradients(local_model: LocalModel) -> None:
-    """Registers hooks that sum gradients which are partial on every tp rank, before DeepSpeed reduces them.
+    """Registers hooks that sum partial gradients over the tp ranks before DeepSpeed reduces them.
 
-    A hook on a leaf sees its complete gradient of a backward pass, and runs before the hooks with which DeepSpeed moves
+    A hook on a leaf gets the leaf's complete gradient of a backward pass, and runs before DeepSpeed's hooks move
     gradients into buckets. The sum is computed in fp32.
     """
     if local_model.tensor is None:

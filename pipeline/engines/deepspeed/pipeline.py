@@ -1,9 +1,8 @@
 """DeepSpeed engine with pipeline parallelism: the 1F1B schedule over pp x dp x cp x tp, with ZeRO 0 or 1.
 
 `PipelineModule` gets one module per stage, balanced by cost as in the native engine, and DeepSpeed runs its 1F1B
-schedule over them. Stages send only hidden states: all stages of a pipeline load the same micro-batches and take them
-in order. Ranks are laid out as in `topology`: pp slowest, then data (dp x cp), tp fastest.
-Verified with deepspeed 0.19.8.
+schedule over them. Stages send only hidden states: all stages of a pipeline load the same micro-batches, in the same
+order. Ranks are laid out as in `topology`: pp slowest, then data (dp x cp), tp fastest. Verified with deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.models.construction.initial_values import ParameterValues
 
 _EVALUATION_MICRO_BATCHES = 32
-"""Micro-batches per pipeline schedule in an evaluation, with a bubble of pp - 1."""
+"""Number of micro-batches per pipeline schedule in an evaluation; the bubble is pp - 1."""
 
 
 class DeepSpeedPipeline(DeepSpeedBase):
@@ -75,7 +74,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         after: PendingStep | None = None,  # noqa: ARG002
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         engine = self._engine
         # DeepSpeed divides the loss by the number of micro-batches in its config
         factor = self._begin(step, lr, limits) * engine.gradient_accumulation_steps()
@@ -91,7 +90,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
 
     def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
         for part in self._by_shape(batches):
-            self._engine.reset_activation_shape()  # these batches may have another shape than those before
+            self._engine.reset_activation_shape()  # the shape may differ from that of earlier batches
             self._stage_module.begin(part, objective, 1.0)
             self._engine.eval_batch(
                 _pairs(part), compute_loss=False, reduce_output=None, bcast_loss=False, num_micro_batches=len(part)
@@ -100,14 +99,14 @@ class DeepSpeedPipeline(DeepSpeedBase):
         self._engine.reset_activation_shape()
 
     def _by_shape(self, batches: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
-        """Groups the batches by shape: a schedule has one."""
+        """Groups the batches by shape, since a schedule supports one shape."""
         for _, alike in groupby(batches, key=lambda micro: micro.input_ids.shape):
             while part := [micro.to(self._device) for micro in islice(alike, _EVALUATION_MICRO_BATCHES)]:
                 yield part
 
 
 def _pairs(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Makes DeepSpeed's data iterator: ids for the first stage, labels for the last, whose module has its own."""
+    """Makes DeepSpeed's data iterator: ids for the first stage; labels, which our last stage does not use."""
     return iter([(batch.input_ids, batch.labels) for batch in batches])
 
 
@@ -115,13 +114,13 @@ class _WithoutStep(TrainSchedule):  # type: ignore[misc]
     """DeepSpeed's 1F1B schedule without the optimizer step, which follows when every rank knows the loss."""
 
     def steps(self) -> Iterator[list[Any]]:
-        """The instructions of every clock tick of the schedule."""
+        """Yields the instructions of every clock tick of the schedule."""
         for commands in super().steps():
             yield [command for command in commands if not isinstance(command, OptimizerStep)]
 
 
 class _MicroBatchStage(nn.Module):
-    """One pipeline stage, which takes a step's micro-batches in the order of their forward passes.
+    """One pipeline stage, which uses a step's micro-batches in the order of its forward passes.
 
     Args:
         decoder: the stage's decoder.
@@ -136,12 +135,12 @@ class _MicroBatchStage(nn.Module):
         self.decoder, self._device = decoder, device
 
     def begin(self, batches: Sequence[MicroBatch], objective: Objective, factor: float) -> None:
-        """Sets the micro-batches of the coming forward passes; the loss output is multiplied by `factor`."""
+        """Sets the micro-batches of the next forward passes, and the factor on the output loss."""
         self._micro_batches, self._objective, self._factor = iter(batches), objective, factor
         self.sums = torch.zeros(1 + len(objective.parts), device=self._device)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Ids [B, T] or hidden states -> hidden states, or on the last stage the scalar loss."""
+        """Computes hidden states, or on the last stage the scalar loss, from ids [B, T] or hidden states."""
         out = self.decoder(inputs, next(self._micro_batches), self._objective)
         if not self.decoder.layout.last:
             hidden: Tensor = out[0]
@@ -159,10 +158,10 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
         own: this rank's stage.
         local_model: this rank's part of the model.
         index: this stage's index.
-        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
+        tied_group: the two ranks with copies of tied weights; None if this rank has no copy.
 
     Attributes:
-        optimizer: DeepSpeed's optimizer, set once it exists; gives access to the gradients.
+        optimizer: DeepSpeed's optimizer, through which gradients are read; set once it exists.
     """
 
     optimizer: Any = None
@@ -178,7 +177,7 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
     ) -> None:
         axes = PipeModelDataParallelTopology(num_pp=topology.pp, num_mp=topology.tp, num_dp=topology.dp * topology.cp)
         layers = [own if stage == index else LayerSpec(nn.Identity) for stage in range(topology.pp)]
-        with redirect_stdout(StringIO()):  # it prints its layers
+        with redirect_stdout(StringIO()):  # DeepSpeed prints the layers
             super().__init__(layers, topology=axes, partition_method="uniform")
         self._local_model = local_model
         self._tied_group = tied_group
@@ -187,9 +186,9 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
             named[name].ds_pipe_replicated = True  # type: ignore[attr-defined]  # the first stage counts its gradient
 
     def get_tied_weights_and_groups(self) -> list[Any]:
-        """All-reduces the gradients of tied weights, at the point where DeepSpeed would, and leaves it nothing to do.
+        """All-reduces the gradients of tied weights when DeepSpeed would do so; returns no work for DeepSpeed.
 
-        DeepSpeed's own code reads `grad`, which is None where gradients are accumulated in fp32 apart from the weights.
+        DeepSpeed's own code reads `grad`, which is None if gradients are accumulated separately, in fp32.
         """
         for name in sorted(self._local_model.tied):
             gradient = self._gradient(name)

@@ -1,11 +1,10 @@
 """ZeRO stage 0: an optimizer with fp32 master weights and states replicated on every data rank (data parallelism, DDP).
 
 DeepSpeed's own wrappers for stage 0 accumulate and reduce gradients in bf16 or fp16, refuse fp32 accumulation, omit the
-loss scale (fp16) and make a dummy first step (bf16). So DeepSpeed gets this optimizer instead. Its engine does not wrap
-an optimizer when neither bf16 nor fp16 is enabled in its config, reduces the gradients that `get_grads_for_reduction`
-returns, and reads `overflow` and `_global_grad_norm` after `step`.
-Verified with deepspeed 0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check`, `buffered_allreduce_fallback`,
-`_take_model_step`).
+loss scale (fp16) and make a dummy first step (bf16). So DeepSpeed gets this optimizer instead. If neither bf16 nor fp16
+is enabled in its config, DeepSpeed's engine does not wrap the optimizer. It reduces the gradients that
+`get_grads_for_reduction` returns, and reads `overflow` and `_global_grad_norm` after `step`. Verified with deepspeed
+0.19.8 (`runtime/engine.py`: `_do_optimizer_sanity_check`, `buffered_allreduce_fallback`, `_take_model_step`).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class NormScope:
     """This rank's contribution to the global gradient norm.
 
     Attributes:
-        names: parameters whose gradients this rank counts, without experts; other ranks count the rest.
-        group: the ranks that together hold the whole model; None when this rank does.
-        expert_group: the ranks that together hold a layer's experts; None when this rank does.
-        counts_experts: this rank counts the gradients of all of these experts.
+        names: parameters, without experts, whose gradients this rank counts; other ranks count the rest.
+        group: the ranks that together have the whole model; None if this rank has it.
+        expert_group: the ranks that together have a layer's experts; None if this rank has them.
+        counts_experts: whether this rank counts the gradients of all its experts.
     """
 
     names: frozenset[str]
@@ -47,15 +46,15 @@ class NormScope:
 
 
 class ReplicatedOptimizer(torch.optim.Optimizer):
-    """An optimizer on fp32 master weights; weights that are fp32 already are their own master weights.
+    """An optimizer on fp32 master weights; fp32 weights are their own master weights.
 
     Args:
         local_model: this rank's part of the model, materialized.
         scales: factors on the optimizer's hyperparameters, by parameter name.
         section: the config's `optimizer`.
-        clip: largest norm of the gradient; 0 is off.
+        clip: largest norm of the gradient; 0 for no clipping.
         norm_scope: parameters that this rank counts in the global gradient norm, and the groups that sum it.
-        update_allowed: decides on every update, when the norm is known; must return False if the norm is not finite.
+        update_allowed: function that decides on updates when the norm is known; must return False if it is not finite.
 
     Attributes:
         masters: the fp32 master weights by Hugging Face name.
@@ -89,7 +88,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
                 weight.register_post_accumulate_grad_hook(self._accumulation_hook(self.masters[name]))
 
     def gradient(self, name: str) -> Tensor:
-        """The fp32 gradient accumulated so far; zeros if there is none."""
+        """Returns the fp32 gradient accumulated so far; zeros if there is none."""
         master = self.masters[name]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
@@ -140,7 +139,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):
             squares += of_experts * scope.counts_experts
         if scope.group is not None:
             dist.all_reduce(squares, group=scope.group)
-        # every data rank computes it from its own replica: if one is non-finite, all ranks must decide alike
+        # every data rank computes the norm from its own replica: if one is non-finite, all ranks must decide alike
         torch.nan_to_num_(squares, nan=math.inf, posinf=math.inf)
         dist.all_reduce(squares, op=dist.ReduceOp.MAX)
         return float(squares.sqrt())

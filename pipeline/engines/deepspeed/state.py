@@ -1,8 +1,8 @@
 """Maps the flat partitions of DeepSpeed's ZeRO optimizers to named shards, to save and restore the state.
 
-All of these optimizers hold fp32 weights in flat tensors, one or more per rank, and the states in tensors of the same
-length in the wrapped optimizer's state. This module finds, for every parameter, this rank's slice of a flat tensor, and
-which flat range of the parameter it holds. Verified with deepspeed 0.19.8: `DeepSpeedZeroOptimizer` (stages 1 and 2),
+All these optimizers have fp32 weights in flat tensors, one or more per rank, and states in tensors of the same length
+in the wrapped optimizer's state. For every parameter this module finds this rank's slice of a flat tensor, and the flat
+range of the parameter in that slice. Verified with deepspeed 0.19.8: `DeepSpeedZeroOptimizer` (stages 1 and 2),
 `BF16_Optimizer` (stage 1 with bf16 and fp32 accumulation) and `DeepSpeedZeroOptimizer_Stage3`, whose flat tensors may
 be offloaded to a disk (see `offload`); and our `ReplicatedOptimizer` (stage 0), where a flat tensor is one parameter.
 """
@@ -39,9 +39,9 @@ class FlatSlice:
     Attributes:
         name: Hugging Face name.
         start: first flat index within the tensor-parallel shard of the parameter.
-        flat: index of the flat tensor that contains it.
+        flat: index of the flat tensor that contains the shard.
         offset: first index within that flat tensor.
-        length: number of elements, 0 when the rank holds none.
+        length: number of elements; 0 if the rank has none.
     """
 
     name: str
@@ -56,8 +56,8 @@ class LocalState:
     """This rank's state, to save from or load into.
 
     Attributes:
-        named: shards and tensors by key of `checkpoint.named_state`: views, or copies of what is offloaded to a disk.
-        copies: index of a flat tensor on a disk -> copies of it and of its states.
+        named: shards and tensors by key of `checkpoint.named_state`: views, or copies of values offloaded to a disk.
+        copies: index of a flat tensor on a disk -> copies of the tensor and of its states.
     """
 
     named: dict[str, NamedShard | Tensor]
@@ -67,13 +67,13 @@ class LocalState:
 def collect_local_state(
     optimizer: Any, local_model: LocalModel, kind: OptimizerKind, *, matrices: Container[str]
 ) -> LocalState:
-    """Collects this rank's state; reads what is offloaded to a disk into host memory.
+    """Collects this rank's state; reads state offloaded to a disk into host memory.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
         kind: kind of the wrapped optimizer.
-        matrices: names of the parameters that it treats as hidden matrices.
+        matrices: names of the parameters that the optimizer treats as hidden matrices.
     """
     flats = [_weight_and_states(optimizer, index, kind) for index in range(len(flat_tensors(optimizer)))]
     copies = {index: flat for index, flat in enumerate(flats) if is_swapped(optimizer, index)}
@@ -82,7 +82,7 @@ def collect_local_state(
         shape, box = local_model.shapes[s.name], local_model.box(s.name)
         own = kind.of(matrix=s.name in matrices)
         for key, tensor in zip(named_state.parameter_keys(s.name, own), (_WEIGHT, *own.states), strict=True):
-            if not s.length:  # perhaps of no flat tensor here
+            if not s.length:  # perhaps in no flat tensor of this rank
                 named[key] = NamedShard(shape, start=s.start, values=flats[s.flat][_WEIGHT].new_empty(0), box=box)
                 continue
             values = flats[s.flat][tensor].view(-1).narrow(0, s.offset, s.length)
@@ -111,7 +111,7 @@ def restore_local_state(optimizer: Any, local_state: LocalState, kind: Optimizer
 def reset_optimizer_state(optimizer: Any) -> None:
     """Undoes the dummy step with which some of DeepSpeed's optimizers allocate their state.
 
-    It leaves AdamW's step counter at 1, which would make the first real update 0.74 of its size (bias correction).
+    The dummy step leaves AdamW's step counter at 1, which would scale the first real update by 0.74 (bias correction).
     """
     for state in wrapped(optimizer).state.values():
         for value in state.values():
@@ -120,7 +120,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
 
 
 def _weight_and_states(optimizer: Any, index: int, kind: OptimizerKind) -> dict[str, Tensor]:
-    """A flat tensor and its states; copies when they are offloaded to a disk."""
+    """Returns a flat tensor and its states; copies if they are offloaded to a disk."""
     flat, kind = flat_tensors(optimizer)[index], _kind_of(optimizer, index, kind)
     if not is_swapped(optimizer, index):
         state = ensure_state(wrapped(optimizer), flat, kind)
@@ -133,7 +133,7 @@ def _weight_and_states(optimizer: Any, index: int, kind: OptimizerKind) -> dict[
 
 
 def _kind_of(optimizer: Any, index: int, kind: OptimizerKind) -> OptimizerKind:
-    """The optimizer kind of a flat tensor, by its parameter group."""
+    """Returns the optimizer kind of a flat tensor, from its parameter group."""
     groups = wrapped(optimizer).param_groups
     if isinstance(optimizer, ReplicatedOptimizer):
         flat = flat_tensors(optimizer)[index]
@@ -146,12 +146,12 @@ def _kind_of(optimizer: Any, index: int, kind: OptimizerKind) -> OptimizerKind:
 def held_shards(
     optimizer: Any, local_model: LocalModel, forms: Mapping[str, Form]
 ) -> list[tuple[Tensor, list[HeldShard[Form]]]]:
-    """Lists this rank's shards of some parameters by flat tensor: all data ranks have the same tensors in one order.
+    """Lists this rank's shards of some parameters by flat tensor; all data ranks have the same tensors in one order.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
-        forms: name of each of them -> its form, e.g. its matrices; may include parameters of other ranks.
+        forms: parameter name -> its form, e.g. its matrices; may include parameters of other ranks.
     """
     flats = flat_tensors(optimizer)
     held: list[tuple[Tensor, list[HeldShard[Form]]]] = [(flat, []) for flat in flats]
@@ -169,9 +169,9 @@ def refresh_model_weights(optimizer: Any) -> None:
     elif not _is_stage3(optimizer):
         optimizer.update_lp_params()
     else:
-        # parameters still gathered, after an evaluation or because they are persistent, are outdated copies
+        # parameters that are still gathered (after an evaluation, or persistent ones) are outdated copies
         optimizer.empty_partition_cache()
-        optimizer.invalidate_secondary_tensor()  # hpZ: the copies within a node are of the weights before
+        optimizer.invalidate_secondary_tensor()  # hpZ: the copies within a node have the old weights
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
@@ -179,15 +179,15 @@ def refresh_model_weights(optimizer: Any) -> None:
 def replicas(
     optimizer: Any, local_model: LocalModel, mesh: Mesh | None, tied_group: dist.ProcessGroup | None
 ) -> Iterator[Replica]:
-    """The weights of this rank that other ranks hold too: fp32 at stage 0, in the model's dtype at stages 1 to 3.
+    """Yields this rank's weights that other ranks have too: fp32 at stage 0, in the model's dtype at stages 1 to 3.
 
-    At stage 3 data ranks hold no replicas, and partitions offloaded to a disk are omitted.
+    At stage 3 data ranks have no replicas; partitions offloaded to a disk are omitted.
 
     Args:
         optimizer: the engine's `optimizer`.
         local_model: this rank's part of the model.
         mesh: this rank's coordinates and groups; None for one process.
-        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
+        tied_group: the two ranks with copies of tied weights; None if this rank has no copy.
     """
     if mesh is None:
         return
@@ -208,7 +208,7 @@ def replicas(
 
 
 def wrapped(optimizer: Any) -> Any:
-    """The wrapped optimizer, which holds the states."""
+    """Returns the wrapped optimizer, which has the states."""
     return optimizer.updating if isinstance(optimizer, ReplicatedOptimizer) else optimizer.optimizer
 
 
@@ -217,7 +217,7 @@ def _is_stage3(optimizer: Any) -> bool:
 
 
 def flat_tensors(optimizer: Any) -> list[Tensor]:
-    """This rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
+    """Returns this rank's flat fp32 tensors: per parameter (stage 0), parameter group (1, 2) or sub-group (3)."""
     if isinstance(optimizer, ReplicatedOptimizer):
         return list(optimizer.masters.values())
     names = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
@@ -226,7 +226,7 @@ def flat_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def flat_slices(optimizer: Any, named: dict[str, nn.Parameter]) -> Iterator[FlatSlice]:
-    """This rank's slice of every parameter.
+    """Yields this rank's slice of every parameter.
 
     Args:
         optimizer: DeepSpeed's optimizer.
@@ -251,6 +251,6 @@ def _flat_slice_stage3(optimizer: Any, name: str, parameter: nn.Parameter) -> Fl
     group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = optimizer._get_param_partition_rank(parameter) * padded
     numel: int = parameter.ds_numel  # type: ignore[attr-defined]
-    # the last rank's partition may extend past the end of the parameter, by the padding that makes all equal
+    # padding that makes partitions equal may extend the last rank's partition past the end of the parameter
     length = max(0, min(padded, numel - start))
     return FlatSlice(name, min(start, numel), group, offset, length)

@@ -47,14 +47,14 @@ class DeepSpeedZero(DeepSpeedBase):
         if zero3 is not None:
             blocks = conditional_blocks(model.config)
             if compiles(run.config.compile):
-                # a layer's weights are gathered at once, by hooks outside its compiled graph
+                # hooks outside a layer's compiled graph gather its weights at once
                 blocks = [*blocks, GradientCheckpointingLayer]
             set_z3_leaf_modules(self._local_model.decoder, blocks, raise_if_not_found=False)
         tp_group = mesh.group("tp") if mesh else None
         self._initialize(run, self._local_model.decoder, config=config, model_group=tp_group, unit=unit)
         if zero3 is not None:
             _gather_in_recomputations(self._engine.optimizer.parameter_offload)
-        # DeepSpeed would count the micro-batches of its config, and ranks with other shares run other numbers of them
+        # DeepSpeed would count the micro-batches of its config, but ranks with different shares run different numbers
         self._uneven = run.batch.shares is not None
 
     def begin_step(
@@ -66,7 +66,7 @@ class DeepSpeedZero(DeepSpeedBase):
         after: PendingStep | None = None,  # noqa: ARG002
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         factor, means = self._begin(step, lr, limits), []
         sums = torch.zeros(1 + len(self._objective.parts), device=self._device)
         for number, micro in enumerate(step.micro_batches):
@@ -89,7 +89,7 @@ class DeepSpeedZero(DeepSpeedBase):
 def _gather_in_recomputations(offload: Any) -> None:
     """Hides the operators of ZeRO-3's hooks within a layer from selective activation checkpointing.
 
-    A recomputation gathers weights that the forward pass still had, and torch knows no results of those operators.
+    A recomputation gathers weights that were still present in the forward pass, so torch has no saved results.
     """
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
         setattr(offload, name, partial(_run_not_restored, getattr(offload, name)))

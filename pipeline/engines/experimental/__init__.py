@@ -1,1 +1,1 @@
-"""Code that was never run on its target hardware; it is imported only by a run whose config names it. See README.md."""
+"""Code that was never run on its target hardware; only a run whose config names it imports it. See README.md."""

@@ -17,10 +17,10 @@ from pipeline.engines.parallel.fused_exchange import Handle
 
 
 class DeepEP:
-    """DeepEP's version 2, with one row for each of a token's experts (`do_expand`), in an order that does not vary.
+    """DeepEP's version 2, with one row for each of a token's experts (`do_expand`), in a deterministic order.
 
-    A rank adds up a token's rows before it sends them (`allow_multiple_reduction`, the default), as it has to where
-    gradients of weights go with them.
+    A rank adds up a token's rows before it sends them (`allow_multiple_reduction`, the default); this is required if
+    gradients of weights are sent with the rows.
 
     Args:
         group: the ranks.
@@ -35,7 +35,7 @@ class DeepEP:
         self._made: Any = None
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `RowKernels.dispatch`. The host reads the counts."""
+        """Implements `RowKernels.dispatch`. The host reads the counts."""
         package = _package()
         if self._made is None:
             sizes = {"num_max_tokens_per_rank": self._tokens, "hidden": hidden.shape[1], "num_topk": chosen.shape[1]}
@@ -52,27 +52,27 @@ class DeepEP:
         return rows, here, counts, tuple(part for pair in vars(handle).items() for part in pair)
 
     def dispatch_again(self, hidden: Tensor, handle: Handle, *, rows: int) -> Tensor:
-        """See `RowKernels.dispatch_again`. By handle, the package computes no `num_sms` of its own."""
+        """Implements `RowKernels.dispatch_again`. With a handle, the package does not compute `num_sms`."""
         record = _record(handle)
         found: Tensor = self._made.dispatch(hidden, handle=record, num_sms=record.num_sms, do_expand=True)[0]
         assert len(found) == rows, (len(found), rows)
         return found
 
     def combine(self, rows: Tensor, weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """See `RowKernels.combine`."""
+        """Implements `RowKernels.combine`."""
         combined: tuple[Tensor, Tensor | None] = self._made.combine(rows, _record(handle), topk_weights=weights)[:2]
         return combined
 
 
 def _record(handle: Handle) -> Any:
-    """DeepEP's object of a handle."""
+    """Returns DeepEP's object in a handle."""
     record = object.__new__(_package().EPHandle)
     vars(record).update(zip(handle[::2], handle[1::2], strict=True))
     return record
 
 
 class HybridEP:
-    """NVIDIA's HybridEP, with its permutation of rows to experts. Every rank gives the same number of tokens.
+    """NVIDIA's HybridEP, which permutes rows to experts. Every rank passes the same number of tokens.
 
     Args:
         group: the ranks.
@@ -88,7 +88,7 @@ class HybridEP:
         self._made: Any = None
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `RowKernels.dispatch`. The host waits for the counts; tokens that fill up go to no expert."""
+        """Implements `RowKernels.dispatch`. The host waits for the counts; padding tokens go to no expert."""
         if self._made is None:
             self._made = _package().HybridEPBuffer(
                 group=self._group,
@@ -106,14 +106,14 @@ class HybridEP:
         return rows, here, counts.to(hidden.device, torch.int64), (chosen, *record)
 
     def dispatch_again(self, hidden: Tensor, handle: Handle, *, rows: int) -> Tensor:
-        """See `RowKernels.dispatch_again`."""
+        """Implements `RowKernels.dispatch_again`."""
         found: Tensor = self._made.dispatch_with_permute(
             hidden=self._filled(hidden), handle=handle[1:], num_permuted_tokens=rows
         )[0]
         return found
 
     def combine(self, rows: Tensor, weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """See `RowKernels.combine`."""
+        """Implements `RowKernels.combine`."""
         chosen, *record = handle
         hidden, dense = self._made.combine_with_unpermute(hidden=rows, probs=weights, handle=tuple(record))
         count = len(chosen)
@@ -124,9 +124,9 @@ class HybridEP:
 
 
 _CHUNK = 64
-"""HybridEP's tokens per chunk, which divide those of a rank."""
+"""HybridEP's tokens per chunk: a divisor of a rank's number of tokens."""
 
 
 def _package() -> Any:
-    """Imports the package that has both exchanges, which few machines have."""
+    """Imports the package with both exchanges, which few machines have."""
     return import_module("deep_ep")

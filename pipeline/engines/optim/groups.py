@@ -1,4 +1,4 @@
-"""Parameter groups: weight decay, and learning rate and epsilon by parameter where the parametrization scales them.
+"""Parameter groups: weight decay, and learning rate and epsilon per parameter if the parametrization scales them.
 
 Groups keep the order of the model's parameters. The loop sets one learning rate; each group multiplies it by its
 `lr_scale`.
@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.config.sections.optimizers import OptimizerParams
 
 LR_SCALE = "lr_scale"
-"""Key of a parameter group for its learning rate divided by the run's; 1 when absent."""
+"""Key of a parameter group for the ratio of its learning rate to the run's; 1 if absent."""
 MATRICES = "matrices"
-"""Key of a parameter group that is true where Muon treats its parameters as hidden matrices."""
+"""Key of a parameter group: whether Muon treats its parameters as hidden matrices."""
 
 
 @dataclass(frozen=True, order=True)
@@ -44,7 +44,7 @@ DECAYED, NOT_DECAYED = UpdateScale(), UpdateScale(weight_decay=0.0)
 def parameter_groups(
     parameters: Mapping[str, Tensor], scales: Mapping[str, UpdateScale], params: OptimizerParams
 ) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer, from parameters by name: one for each `UpdateScale` that occurs.
+    """Makes the parameter groups of an optimizer, one for each distinct `UpdateScale`.
 
     Args:
         parameters: the tensors that the optimizer updates, by Hugging Face name.
@@ -52,7 +52,7 @@ def parameter_groups(
         params: the config's `optimizer.params`.
 
     Returns:
-        The groups, those with weight decay first. Number and order are the same on every rank: some may be empty here.
+        The groups, those with weight decay first. Number and order are the same on every rank; some may be empty.
     """
     return [
         {
@@ -67,7 +67,7 @@ def parameter_groups(
 
 
 def _own_rate(params: OptimizerParams, scale: UpdateScale) -> float:
-    """The learning rate of Muon's or of its AdamW part relative to `lr`, which the schedule scales."""
+    """Returns the learning rate of Muon's matrices or of its AdamW part, relative to the schedule's `lr`."""
     own = params.muon_lr if scale.matrix else params.adam_lr
     return 1.0 if own is None else own / params.lr
 
@@ -75,8 +75,8 @@ def _own_rate(params: OptimizerParams, scale: UpdateScale) -> float:
 def without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fills every empty group with a parameter, and the options, of the largest group.
 
-    DeepSpeed's ZeRO reduces a norm for each group over the ranks that share the model, so that pipeline stages have to
-    have equally many, and it takes no empty ones. Which group a parameter is in does not change its update.
+    DeepSpeed's ZeRO reduces a norm for each group over the ranks that share the model. Pipeline stages therefore need
+    equally many groups, and none may be empty. A parameter's group does not change its update.
     """
     filled = [{**group, "params": list(group["params"])} for group in groups]
     for number, group in enumerate(filled):

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.sections.optimizers import OptimizerParams
 
 _ELEMENTS_AT_ONCE = 1 << 24
-"""Bound on the temporary tensor of an update: 64 MiB in fp32. One as large as all gradients would take the memory that
-Lion saves against AdamW."""
+"""Largest number of elements of an update's temporary tensor: 64 MiB in fp32. A tensor as large as all gradients would
+take the memory that Lion saves compared with AdamW."""
 
 
 def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, fused: bool) -> Lion:  # noqa: ARG001
@@ -25,18 +25,18 @@ def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, f
 class Lion(torch.optim.Optimizer):
     """w <- w - lr (sign(b1 m + (1 - b1) g) + weight_decay w), then m <- b2 m + (1 - b2) g.
 
-    Weight decay is decoupled, as in AdamW. Element-wise: the update of a piece of a parameter is that piece of the
-    update of the parameter. Gradient g; state m: `exp_avg`, which begins at zero.
+    Weight decay is decoupled, as in AdamW. The update is element-wise: parts of a parameter can be updated separately.
+    g is the gradient, m the state `exp_avg`, initially zero.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate, the size of every element's update before weight decay.
-        betas: b1 weighs the momentum in the update, b2 in the momentum itself.
+        betas: b1, weight of the old momentum in the update; b2, its weight in the new momentum.
         weight_decay: decoupled weight decay.
 
     Attributes:
-        grad_scale, found_inf: fp32 scalars on the device, or None, as torch's fused optimizers take them: gradients are
-            divided by the one, and nothing changes where the other is 1.
+        grad_scale, found_inf: fp32 scalars on the device, or None, as in torch's fused optimizers: gradients are
+            divided by `grad_scale`, and nothing changes if `found_inf` is 1.
     """
 
     grad_scale: Tensor | None = None
@@ -115,7 +115,7 @@ def _apply(
 def _batches(
     triples: Sequence[tuple[Tensor, Tensor, Tensor]],
 ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-    """Weights, gradients and momenta, `_ELEMENTS_AT_ONCE` elements at a time: few kernels, bounded temporary memory."""
+    """Yields weights, gradients and momenta, `_ELEMENTS_AT_ONCE` elements at a time: few kernels, bounded memory."""
     batch: list[tuple[Tensor, ...]] = []
     elements = 0
     for pieces in (pieces for triple in triples for pieces in _pieces(triple)):
@@ -129,7 +129,7 @@ def _batches(
 
 
 def _pieces(triple: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Views of at most `_ELEMENTS_AT_ONCE` elements; the tensors themselves where they have gaps in memory."""
+    """Yields views of at most `_ELEMENTS_AT_ONCE` elements; the tensors themselves if they are not contiguous."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in triple]
     if not local[0].numel():
         return

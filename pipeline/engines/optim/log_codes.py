@@ -1,11 +1,12 @@
 """fp32 numbers in 8 bits: logarithmic codes with one scale per block of 256 numbers, rounded stochastically.
 
-The scale is the largest absolute value of the block. Every further level is smaller by 2^(1/8), and 0 has a level of
-its own. Numbers without a sign have 255 levels, 31.75 octaves; with a sign 127, 15.75 octaves: the second moment is a
-square of what the first one averages, so both cover gradients that differ by a factor of some 55,000 within a block.
-Linear codes would cover 127. Block-wise scales: Dettmers et al. 2022, 8-bit Optimizers (arXiv:2110.02861), section 2.
+The scale is the largest absolute value of the block. Each level is smaller than the one above by 2^(1/8), and 0 has its
+own level. Unsigned numbers have 255 levels, 31.75 octaves; signed numbers have 127, 15.75 octaves. The second moment
+averages squares of the gradients that the first moment averages, so both cover gradients that differ by a factor of
+some 55,000 within a block. Linear codes would cover a factor of 127. Block-wise scales: Dettmers et al. 2022, 8-bit
+Optimizers (arXiv:2110.02861), section 2.
 
-Decoded numbers are encoded to the same codes and scales again: the largest one of a block always has the top level.
+Encoding decoded numbers gives the same codes and scales: the largest number of a block always has the top level.
 
 Shapes: N numbers, ceil(N / 256) scales.
 """
@@ -25,15 +26,14 @@ _TINY = torch.finfo(torch.float32).tiny
 def encode(values: Tensor, *, signed: bool, random: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rounds numbers to codes.
 
-    Without a sign, what is smaller than the lowest level is rounded up to it: an `exp_avg_sq` that became 0 would let
-    AdamW divide by nearly nothing.
+    Unsigned numbers below the lowest level are rounded up to it: if an `exp_avg_sq` became 0, AdamW would divide by
+    almost 0.
 
     Args:
-        values: fp32 [N]; not negative unless signed. The codes of a block that is not finite, as in a vetoed step, mean
-            nothing, but no index is out of range.
-        signed: whether there are negative numbers.
-        random: int32 [N], of which the lower 16 bits are random: up or down with the probabilities whose mean is the
-            value. None rounds to the nearest.
+        values: fp32 [N], not negative unless `signed`. A non-finite block (in a vetoed step) gets meaningless codes,
+            but no index is out of range.
+        signed: whether there may be negative numbers.
+        random: int32 [N] with 16 random lower bits, for unbiased stochastic rounding; None for rounding to nearest.
 
     Returns:
         uint8 [N], fp32 [ceil(N / 256)].
@@ -42,7 +42,7 @@ def encode(values: Tensor, *, signed: bool, random: Tensor | None) -> tuple[Tens
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
     scales = blocks.abs().amax(-1)
     sizes = (blocks.abs() / scales.clamp(min=_TINY)[:, None]).view(-1)[: values.numel()].nan_to_num_(nan=0.0)
-    # one too many or too few by rounding of the logarithm changes nothing: the share is then below 0 or above 1
+    # if rounding of the logarithm shifts the level by one, the share is below 0 or above 1: the code is the same
     top = table.numel() - 1
     below = sizes.log2().mul_(_PER_OCTAVE).floor_().add_(top).clamp_(min=0).int()
     low, high = table[below], table[(below + 1).clamp_(max=top)]
@@ -63,7 +63,7 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """Returns the size of every level relative to the scale, 0 to 1: fp32, from fp64, so alike on all devices."""
+    """Returns the size of every level relative to the scale, 0 to 1: fp32 from fp64, so equal on all devices."""
     levels = _SIGN if signed else 2 * _SIGN
     octaves = torch.arange(2 - levels, 1, dtype=torch.float64, device=device) / _PER_OCTAVE
     return torch.cat([torch.zeros(1, device=device), torch.exp2(octaves).float()])

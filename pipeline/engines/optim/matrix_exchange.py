@@ -1,12 +1,12 @@
-"""Collects whole matrices from the ranks' shards, and returns them, in any layout.
+"""Collects whole matrices from the ranks' shards, and returns results to the shards, in any layout.
 
-An update that depends on whole matrices (Muon's) is computed once per matrix, by an owner: shards of matrices go to
-their owners in one all-to-all, results come back to everyone who holds a part in another. Matrices are dealt over the
-ranks by their FLOPs. One that a rank holds whole is computed there and not sent, unless that rank would then have more
-than its share.
+An update that depends on whole matrices (Muon's) is computed once per matrix, by an owner rank. One all-to-all sends
+shards of matrices to their owners; another returns results to all ranks with a part. Matrices are distributed over the
+ranks by FLOPs. If a rank has a whole matrix, it computes the update itself without sending, unless this exceeds its
+share.
 
-The exchange knows of a layout only what every rank holds: a flat range of a box of a parameter. That names a shard of
-FSDP2, ZeRO, tensor and expert parallelism alike. Ranks may hold copies, of which one is sent.
+All that the exchange needs to know of a layout is each rank's shards: flat ranges of a box of a parameter. This
+describes shards of FSDP2, ZeRO, tensor and expert parallelism alike. If several ranks have copies, one is sent.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hidden_matrices import MatrixForm
 
 _ELEMENTS_AT_ONCE = 1 << 27
-"""Elements of a rank's shards that one exchange moves: each copy is 256 MiB in bf16."""
+"""Largest number of elements of a rank's shards in one exchange: each copy is 256 MiB in bf16."""
 _OVER_SHARE = 1.1
-"""Multiple of a rank's share of the FLOPs up to which it computes the matrices it holds whole."""
+"""Multiple of a rank's share of the FLOPs up to which it computes the matrices that it has whole."""
 
 
 Form = TypeVar("Form")
@@ -41,7 +41,7 @@ class HeldShard(Generic[Form]):
     Attributes:
         name: Hugging Face name of the parameter.
         form: description of the whole parameter, e.g. its matrices.
-        box: box of the parameter that contains the flat range; the whole parameter when None.
+        box: box of the parameter that contains the flat range; None for the whole parameter.
         start: first flat index within the box.
         offset: first index in the flattened tensor.
         length: number of elements.
@@ -56,16 +56,16 @@ class HeldShard(Generic[Form]):
 
 
 Stored = tuple[str, int]
-"""A stored matrix: parameter, and number of the expert within it."""
+"""A stored matrix: parameter name, and index of the expert within the parameter."""
 
 
 @dataclass(frozen=True)
 class _HeldRectangle:
-    """A rectangle of a stored matrix that a rank holds, contiguous in its tensor.
+    """A rank's rectangle of a stored matrix, contiguous in the rank's tensor.
 
     Attributes:
         tensor: index of the rank's tensor.
-        offset: first index in it, flattened.
+        offset: first index in the flattened tensor.
         rows, columns: the rectangle, as (first, count).
     """
 
@@ -91,8 +91,8 @@ class MatrixExchange:
     """Gathers, changes and returns matrices. Every rank of the group has the same tensors by index. Collective.
 
     Args:
-        tensors: this rank's shards by tensor; an empty list for a tensor in which it has none.
-        group: the ranks that together hold every matrix; None for this process alone.
+        tensors: this rank's shards by tensor; an empty list for a tensor without shards.
+        group: the ranks that together have every matrix; None for one process.
         flops: form of a parameter -> FLOPs of one update of each of its stored matrices.
     """
 
@@ -116,8 +116,8 @@ class MatrixExchange:
         """Changes tensors in place.
 
         Args:
-            tensors: index -> this rank's tensor, contiguous and all of one dtype. The same indices on every rank.
-            compute: changes the given whole matrices, each as it is stored [m, n], in place.
+            tensors: index -> this rank's tensor, contiguous, all of one dtype. The indices are the same on every rank.
+            compute: function that changes whole matrices, in their stored form [m, n], in place.
         """
         key = tuple(tensors)
         if key not in self._rounds:
@@ -127,7 +127,7 @@ class MatrixExchange:
             each.run(flat, compute, group=self._group)
 
     def shares(self, indices: Sequence[int]) -> list[float]:
-        """FLOPs that every rank gets."""
+        """Returns the FLOPs assigned to every rank."""
         return [*self._made(indices)][-1].load
 
     def _made(self, indices: Sequence[int]) -> Iterator[_Round]:
@@ -138,7 +138,7 @@ class MatrixExchange:
             yield made
 
     def _divided(self, indices: Sequence[int]) -> Iterator[set[str]]:
-        """Yields parameters to exchange together: one alone, or at most `_ELEMENTS_AT_ONCE` elements on any rank."""
+        """Yields sets of parameters to exchange together: one, or at most `_ELEMENTS_AT_ONCE` elements per rank."""
         sizes: dict[str, list[int]] = {}
         for rank, _, shard in self._shards(indices):
             sizes.setdefault(shard.name, [0] * len(self._held))[rank] += shard.length
@@ -170,7 +170,7 @@ class MatrixExchange:
 
 
 def _parts_of(shard: HeldShard[MatrixForm], index: int) -> Iterator[tuple[Stored, _HeldRectangle]]:
-    """Divides a shard, which lies in tensor `index`, into parts of stored matrices."""
+    """Divides a shard in tensor `index` into parts of stored matrices."""
     inner, offset = shard.box.sizes if shard.box else shard.form.shape, shard.offset
     for rectangle in split_flat_range(inner, shard.start, shard.length):
         box = rectangle.shifted(shard.box.offsets) if shard.box else rectangle
@@ -185,11 +185,11 @@ class _Round:
     """One exchange: the parts that this rank sends, computes and receives.
 
     Args:
-        holders: stored matrix -> rank -> its parts there.
+        holders: stored matrix -> rank -> parts of the matrix on the rank.
         forms: form of each parameter, by name.
         flops: parameter name -> FLOPs of one update of each of its stored matrices.
         rank: this process's rank within the group.
-        load: FLOPs of every rank in the rounds before.
+        load: FLOPs of every rank in earlier rounds.
 
     Attributes:
         load: FLOPs of every rank so far.
@@ -213,7 +213,7 @@ class _Round:
         self._owned = [stored for stored, owner in owners.items() if owner == rank]
 
     def _deal(self, flops: dict[str, float]) -> dict[Stored, int]:
-        """Assigns every stored matrix to an owner, the largest first. The same on all ranks."""
+        """Assigns every stored matrix to an owner, the largest first, with the same result on all ranks."""
         total = sum(self.load) + sum(flops[name] for name, _ in self._holders)
         limit = _OVER_SHARE * total / len(self.load)
         least = [(load, rank) for rank, load in enumerate(self.load)]
@@ -223,7 +223,7 @@ class _Round:
             cost = flops[stored[0]]
             whole = (rank for rank in self._holders[stored] if self._is_whole(rank, stored))
             allowed = [rank for rank in whole if self.load[rank] + cost <= max(limit, cost)]
-            while least[0][0] < self.load[least[0][1]]:  # it got more since it was put there
+            while least[0][0] < self.load[least[0][1]]:  # the rank got more since its entry was made
                 heapq.heapreplace(least, (self.load[least[0][1]], least[0][1]))
             owner = min(allowed, key=lambda rank: (self.load[rank], rank)) if allowed else least[0][1]
             owners[stored] = owner
@@ -236,18 +236,18 @@ class _Round:
         return len(parts) == 1 and parts[0].rectangle == ((0, m), (0, n))
 
     def _senders(self, stored: Stored, owner: int, *, ranks: int) -> Iterator[_Sent]:
-        """Yields the parts that make up the matrix; nothing where the owner has it whole."""
+        """Yields the parts that make up the matrix; nothing if the owner has it whole."""
         if self._is_whole(owner, stored):
             return
         taken: set[tuple[tuple[int, int], tuple[int, int]]] = set()
         for rank in sorted(self._holders[stored], key=lambda rank: (rank - owner) % ranks):
             for part in self._holders[stored][rank]:
-                if part.rectangle not in taken:  # another rank's copy is the same
+                if part.rectangle not in taken:  # another rank may have the same part
                     taken.add(part.rectangle)
                     yield rank, owner, stored, part
 
     def _receivers(self, stored: Stored, owner: int) -> Iterator[_Sent]:
-        """Yields the parts of every rank that has one, except an owner that has the matrix whole."""
+        """Yields the parts of all ranks, except an owner that has the whole matrix."""
         for rank, parts in self._holders[stored].items():
             if rank != owner or not self._is_whole(owner, stored):
                 yield from ((owner, rank, stored, part) for part in parts)
@@ -259,7 +259,7 @@ class _Round:
         *,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """See `MatrixExchange.apply`; tensors are flat."""
+        """Runs one round of `MatrixExchange.apply`; tensors are flat."""
         like = next(iter(tensors.values()))
         matrices: dict[Stored, Tensor] = {}
         for stored in self._owned:
@@ -289,7 +289,7 @@ def _values(tensors: dict[int, Tensor], part: _HeldRectangle) -> Tensor:
 
 
 _Sent = tuple[int, int, Stored, _HeldRectangle]
-"""One transfer: (from rank, to rank, matrix, part of it)."""
+"""One transfer: (sending rank, receiving rank, matrix, part of the matrix)."""
 
 
 class _Leg:
@@ -298,7 +298,7 @@ class _Leg:
     Args:
         rank: this process's rank within the group.
         ranks: number of ranks in the group.
-        rows: transfers between all ranks, in the same order on all of them.
+        rows: transfers between all ranks, in the same order on all ranks.
     """
 
     def __init__(self, rank: int, ranks: int, rows: Iterator[_Sent]) -> None:
@@ -324,7 +324,7 @@ class _Leg:
         like: Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Sends `read`'s value for every part, and passes received values to `write`, in the part's shape."""
+        """Sends every part that `read` returns, and passes received values to `write`, in the part's shape."""
         if not self._used:
             return
         sent = [read(stored, part).reshape(-1) for stored, part in self._out]

@@ -3,10 +3,10 @@
 m <- b m + (1 - b) g; with Nesterov momentum u = b m + (1 - b) g, else u = m; then w <- (1 - lr decay) w - lr s O, where
 O is u orthogonalized (`newton_schulz`), and s the factor of `adjust_lr`. Defaults are those of DeepSpeed 0.19.8.
 
-A rank updates what it has of a parameter; the whole matrix exists on its owner for as long as it is orthogonalized
-(`matrix_exchange`). The iteration and what is sent for it are in bf16 on GPUs, as published, and in fp32 on a CPU.
+A rank updates its part of a parameter; the whole matrix exists on its owner only while it is orthogonalized
+(`matrix_exchange`). The iteration and its messages are in bf16 on GPUs, as published, and in fp32 on a CPU.
 
-With QK-Clip (`qk_clip`) the queries and keys of some heads are scaled after the update, in both parts.
+With QK-Clip (`qk_clip`) the queries and keys of some heads are scaled after the update by Muon or AdamW.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def build(groups: list[dict[str, Any]], params: OptimizerParams, *, lr: float, f
 class Muon(torch.optim.AdamW):
     """Muon for groups with a true `matrices`, AdamW for the others.
 
-    Until `bind_matrices` has said what its tensors hold, a step changes nothing: DeepSpeed makes one to allocate state.
+    Before `bind_matrices` is called, a step changes nothing: DeepSpeed makes such a step to allocate state.
 
     Args:
         groups: parameter groups.
         params: the config's `optimizer.params`.
         lr: learning rate of all groups.
-        fused: use torch's fused AdamW.
+        fused: whether to use torch's fused AdamW.
 
     Attributes:
-        grad_scale, found_inf: fp32 scalars on the device, or None: divisor of all gradients, and 1 where nothing
-            changes.
+        grad_scale, found_inf: fp32 scalars on the device, or None: divisor of all gradients, and 1 for a step that
+            changes nothing.
     """
 
     grad_scale: Tensor | None = None
@@ -72,11 +72,11 @@ class Muon(torch.optim.AdamW):
     def bind_matrices(
         self, held: Sequence[tuple[Tensor, Sequence[HeldShard[MatrixForm]]]], group: dist.ProcessGroup | None
     ) -> None:
-        """Sets which parts of which matrices the tensors of the groups hold. Collective.
+        """Sets which parts of which matrices are in the groups' tensors. Collective.
 
         Args:
             held: the tensors that have a gradient, in the same order on all ranks of the group, and this rank's shards
-                in each; none in tensors of other groups.
+                in each; no shards in tensors of AdamW's groups.
             group: the ranks that together have every matrix; None for one process.
         """
         self._index = {id(tensor): index for index, (tensor, _) in enumerate(held)}
@@ -86,7 +86,7 @@ class Muon(torch.optim.AdamW):
         """Calls `bind_matrices` for a process that has all parameters whole.
 
         Args:
-            parameters: the tensors of the groups by parameter name; those that require no gradient stay as they are.
+            parameters: the tensors of the groups by parameter name; tensors without a gradient are not changed.
             matrices: forms of the hidden matrices, by parameter name.
         """
         trained = {name: p for name, p in parameters.items() if name in matrices and p.requires_grad}
@@ -97,17 +97,17 @@ class Muon(torch.optim.AdamW):
         self.bind_matrices(held, None)
 
     def bind_clip(self, clip: QkClip, held: Sequence[tuple[Tensor, Sequence[HeldShard[HeadRows]]]]) -> None:
-        """Sets which rows of queries and keys the tensors of the groups hold, for QK-Clip to scale after each step.
+        """Sets which rows of queries and keys are in the groups' tensors, for QK-Clip to scale after each step.
 
         Args:
-            clip: the run's QK-Clip, which has the largest logits before a step.
+            clip: the run's QK-Clip, which gets the largest logits before a step.
             held: tensors of the groups, and this rank's shards in each.
         """
         self._clip, self._clipped = clip, {id(tensor): shards for tensor, shards in held}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates every parameter. A matrix without a gradient has one of zeros: all ranks have to take part."""
+        """Updates every parameter. A matrix's missing gradient counts as zeros: all ranks have to take part."""
         assert closure is None
         if self._exchange is None:
             return
@@ -139,7 +139,7 @@ class Muon(torch.optim.AdamW):
             parameter.copy_(new if vetoed is None else torch.where(vetoed, parameter, new))
 
     def _direction(self, parameter: Tensor, vetoed: Tensor | None) -> Tensor:
-        """Updates the momentum with the gradient; returns u in the dtype in which it is sent."""
+        """Updates the momentum with the gradient; returns u in the dtype of messages."""
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -156,7 +156,7 @@ class Muon(torch.optim.AdamW):
         return direction.to(dtype).contiguous()
 
     def _orthogonalize(self, stored: list[tuple[MatrixForm, Tensor]]) -> None:
-        """Replaces whole matrices, as they are stored, by their update at learning rate 1."""
+        """Replaces whole matrices, in their stored form, by their update at learning rate 1."""
         split = [form.split(matrix) for form, matrix in stored]
         done = iter(orthogonalize([each for parts in split for each in parts], steps=self._steps))
         for (form, matrix), parts in zip(stored, split, strict=True):

@@ -1,7 +1,7 @@
 """Orthogonalization by Newton-Schulz iterations, as Muon uses it (Jordan et al. 2024).
 
-https://kellerjordan.github.io/posts/muon. The quintic polynomial a x + b x^3 + c x^5, five times, moves every singular
-value of a matrix to between 0.7 and 1.2, which is not its nearest orthogonal matrix, and near enough.
+https://kellerjordan.github.io/posts/muon. Five applications of the quintic polynomial a x + b x^3 + c x^5 move every
+singular value of a matrix to between 0.7 and 1.2. The result is not the nearest orthogonal matrix, but near enough.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 A, B, C = 3.4445, -4.7750, 2.0315
-"""Coefficients of the polynomial: the steepest slope at zero (Jordan et al.)."""
+"""Coefficients of the polynomial, chosen for the steepest slope at zero (Jordan et al.)."""
 NS_STEPS = 5
-"""Iterations, as published."""
+"""Number of iterations, as published."""
 _SMALLEST_NORM = 1e-7
 _ELEMENTS_AT_ONCE = 1 << 27
-"""Bound on the elements of a batch: the iteration holds it, a product of it and two squares of its smaller dim."""
+"""Most elements of a batch; the iteration stores it, a product of its size and two squares of the smaller dim."""
 
 
 def newton_schulz(matrices: Tensor, *, steps: int) -> Tensor:
     """Approximates the nearest semi-orthogonal matrices of [..., m, n], in its shape and dtype.
 
-    Norms are in fp32. A matrix of zeros stays one.
+    Norms are computed in fp32. A matrix of zeros stays zero.
     """
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
@@ -52,19 +52,19 @@ def orthogonalize(matrices: Sequence[Tensor], *, steps: int) -> list[Tensor]:
 
 
 def flops(outputs: int, inputs: int, *, steps: int = NS_STEPS) -> int:
-    """Floating-point operations for one matrix: with m x n, m <= n, each step takes 4 m^2 n + 2 m^3."""
+    """Counts the FLOPs for one matrix: for m x n, m <= n, each step takes 4 m^2 n + 2 m^3."""
     m, n = sorted((outputs, inputs))
     return steps * (4 * m * m * n + 2 * m**3)
 
 
 def update_scale(outputs: int, inputs: int, *, rule: str) -> float:
-    """The factor on an orthogonalized matrix, `optimizer.params.adjust_lr`.
+    """Returns the factor on an orthogonalized matrix, `optimizer.params.adjust_lr`.
 
     Args:
         outputs: rows of the matrix.
         inputs: columns of the matrix.
-        rule: `match_rms_adamw`: a step as large as AdamW's, so that its learning rates and weight decays hold (Liu et
-            al. 2025, Moonlight, arXiv:2502.16982, section 2.2); `original`: that of Jordan et al.
+        rule: `match_rms_adamw`: steps as large as AdamW's, so that AdamW's learning rates and weight decays apply (Liu
+            et al. 2025, Moonlight, arXiv:2502.16982, section 2.2); `original`: the rule of Jordan et al.
     """
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(outputs, inputs))

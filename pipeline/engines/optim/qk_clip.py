@@ -1,14 +1,13 @@
-"""QK-Clip: after a step, the queries and keys of every head whose largest attention logit was too large are scaled.
+"""QK-Clip: after a step, scales the queries and keys of every head whose largest attention logit was too large.
 
-With the largest logit S of a key head over the step's global batch and the threshold t, a head with S > t gets the
-factor t / S, which `models.query_key_rows` divides between the weights (and biases) of its queries and keys. The
-largest logits are those of the weights before the step. Source: Kimi Team 2025, Kimi K2 (arXiv:2507.20534), section
-2.1 (MuonClip).
+Let S be the largest logit of a key head over the step's global batch, and t the threshold. A head with S > t gets the
+factor t / S, which `models.query_key_rows` divides between the weights (and biases) of its queries and keys. S is
+computed with the weights before the step. Source: Kimi Team 2025, Kimi K2 (arXiv:2507.20534), section 2.1 (MuonClip).
 
-The optimizer scales the fp32 master weights where it updates them, so that no layout and no precision differs. There is
-no state: the largest logits are of one step.
+The optimizer scales the fp32 master weights where it updates them, so that all layouts and precisions give the same
+result. There is no state: the largest logits belong to one step.
 
-Shapes: L attention modules of the full model, K key heads of the module that has most.
+Shapes: L attention modules of the full model, K key heads of the module with the most.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class QkClip:
 
     Args:
         model: the full model, on meta.
-        threshold: largest logit of a head that is not clipped.
+        threshold: largest logit at which a head is not clipped.
         device: this rank's device.
         tp: (size of the tp axis, this rank's coordinate on it).
 
@@ -57,7 +56,7 @@ class QkClip:
             }
         self._own: list[tuple[int, Tensor]] = []
         self._largest = torch.empty((len(modules), max(each.key_heads for each in modules)), device=device)
-        """Largest logits of the current step, fp32 [L, K]; over all ranks once `reduce` was called."""
+        """Largest logits of the current step, fp32 [L, K]; after `reduce`, over all ranks."""
 
     def attach(self, causal: nn.Module) -> None:
         """Watches the attention modules of this rank's part of the model."""
@@ -70,7 +69,7 @@ class QkClip:
                 self._own.append((index, largest))
 
     def begin_step(self) -> None:
-        """Forgets the logits of the step before."""
+        """Resets the largest logits."""
         for _, largest in self._own:
             largest.fill_(-torch.inf)
 
@@ -84,12 +83,12 @@ class QkClip:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
 
     def scale(self, tensor: Tensor, shards: Sequence[HeldShard[HeadRows]], *, vetoed: Tensor | None) -> None:
-        """Scales the queries and keys that a tensor of the optimizer holds, in place.
+        """Scales the queries and keys in a tensor of the optimizer, in place.
 
         Args:
             tensor: the optimizer's tensor, fp32, contiguous.
-            shards: parts of query and key parameters that the tensor holds.
-            vetoed: whether the step changes nothing, bool scalar; None: it is applied.
+            shards: parts of query and key parameters in the tensor.
+            vetoed: whether the step changes nothing, bool scalar; None if the step is applied.
         """
         factors = torch.where(self._clipped(vetoed), self._threshold / self._largest, 1.0)
         flat = tensor.view(-1)
@@ -112,13 +111,13 @@ class QkClip:
     def parts(values: Sequence[float]) -> dict[str, float]:
         """Names the values that `end_step` returned.
 
-        `largest_attention_logit` (of all heads, over the global batch, with the weights before the update) and
-        `clipped_heads` (key heads whose weights were scaled).
+        The names are `largest_attention_logit` (over all heads and the global batch, with the weights before the
+        update) and `clipped_heads` (number of key heads whose weights were scaled).
         """
         return dict(zip(_METRICS, values, strict=True))
 
     def _clipped(self, vetoed: Tensor | None) -> Tensor:
-        """Returns the heads to scale, bool [L, K]; none where the logit is NaN, with which no step is applied."""
+        """Returns the heads to scale, bool [L, K]; false for a NaN logit, with which no step is applied."""
         over = self._largest > self._threshold
         return over if vetoed is None else over & ~vetoed
 
@@ -126,7 +125,7 @@ class QkClip:
 def make_qk_clip(
     section: OptimizerSection, model: nn.Module, *, device: torch.device, mesh: Mesh | None
 ) -> QkClip | None:
-    """The QK-Clip of a run; None without one.
+    """Makes the QK-Clip of a run; None for a run without QK-Clip.
 
     Args:
         section: the config's `optimizer`.
@@ -142,7 +141,7 @@ def make_qk_clip(
 
 
 def whole_rows(parameters: Mapping[str, Tensor], clip: QkClip) -> list[tuple[Tensor, list[HeldShard[HeadRows]]]]:
-    """Lists the queries and keys of a process that has all of these parameters whole, for `Muon.bind_clip`."""
+    """Lists the queries and keys of a process that has all their parameters whole, for `Muon.bind_clip`."""
     return [
         (tensor, [HeldShard(name, clip.rows[name], None, 0, 0, clip.rows[name].numel)])
         for name, tensor in parameters.items()

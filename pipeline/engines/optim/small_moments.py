@@ -1,12 +1,12 @@
-"""AdamW whose two moments are held in bf16 or in 8 bits: 4 or 2.03 bytes per parameter instead of 8.
+"""AdamW with both moments stored in bf16 or 8 bits: 4 or 2.03 bytes per parameter instead of 8.
 
-An update is computed in fp32 from moments that are widened for it, and uses them as they are before they are rounded.
-They are rounded stochastically: rounded to the nearest, the second moment would stop to follow the gradient, since with
-beta2 0.999 a step changes it by less than half of the distance between two bf16 numbers (2^-9 to 2^-8 of them), or of
-8-bit codes (2^-4, see `optim.log_codes`).
+An update is computed in fp32: the stored moments are widened, and the new moments are used before they are rounded.
+Rounding is stochastic. With rounding to nearest the second moment would stop following the gradient: with beta2 0.999 a
+step changes it by less than half of the distance between two bf16 numbers (2^-9 to 2^-8 of them), or 8-bit codes (2^-4,
+see `optim.log_codes`).
 
-The random numbers are a hash of the step and of the element's index in its parameter: no generator has a state to save,
-and a resumed run repeats them. They depend on the index, so a parameter has to be whole.
+The random numbers are a hash of the step and the element's index in its parameter: there is no generator state to save,
+and a resumed run repeats them. Since they depend on the index, a parameter has to be whole.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pipeline.engines.optim.log_codes import decode, encode
 
 _MEAN, _SQUARE = "exp_avg", "exp_avg_sq"
 _ELEMENTS_AT_ONCE = 1 << 24
-"""Bound on the temporary tensors of an update, of which there are some five, ten with codes: 64 MiB each."""
+"""Largest number of elements of an update's temporary tensors (about five, ten with codes): 64 MiB each."""
 
 
 class AdamWSmallMoments(torch.optim.Optimizer):
     """torch's AdamW with `exp_avg` and `exp_avg_sq` in bf16, or as 8-bit codes. Weights and gradients are fp32.
 
-    As fused AdamW it takes two attributes, fp32 tensors with one element on the parameters' device, or None:
+    Like fused AdamW it has two attributes, fp32 tensors with one element on the parameters' device, or None:
 
     Attributes:
         grad_scale: divisor of the gradients.
-        found_inf: 1 where a step changes nothing. The host reads neither.
+        found_inf: 1 for a step that changes nothing. The host reads neither attribute.
 
     Args:
         params: parameters or parameter groups; each parameter whole.
@@ -41,7 +41,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         betas: decay rates of the moments.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        moments_dtype: bfloat16, or uint8 for codes, whose scales are further states of a parameter.
+        moments_dtype: bfloat16, or uint8 for codes; the scales of codes are further states of a parameter.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         moments_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        # capturable: the step counter is on the device, as fused AdamW's is
+        # capturable: the step counter is on the device, as in fused AdamW
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "capturable": True}
         super().__init__(params, {**defaults, "moments_dtype": moments_dtype})
         self.grad_scale: Tensor | None = None
@@ -70,7 +70,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def empty_moment(self, parameter: Tensor, name: str) -> dict[str, Tensor]:
-        """The states of a moment that is zero everywhere, by their names."""
+        """Makes the states of a moment of zeros, by name."""
         dtype = self.defaults["moments_dtype"]
         states = {name: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)}
         if dtype == torch.uint8:
@@ -79,7 +79,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
         return states
 
     def moment(self, parameter: Tensor, name: str) -> Tensor:
-        """Returns a moment as checkpoints store it: an exact copy, fp32 of the parameter's shape, on the CPU."""
+        """Returns a moment in the form of checkpoints: an exact copy, fp32 in the parameter's shape, on the CPU."""
         state = self.state[parameter]
         held: Tensor = state[name].cpu()
         if held.dtype != torch.uint8:
@@ -88,7 +88,7 @@ class AdamWSmallMoments(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_moment(self, parameter: Tensor, name: str, values: Tensor) -> None:
-        """Replaces a moment. What `moment` returned is held exactly; other numbers are rounded to the nearest.
+        """Replaces a moment. Values that `moment` returned are stored exactly; others by rounding to nearest.
 
         Args:
             parameter: the parameter of the moment.
@@ -163,7 +163,7 @@ class _Moment:
 
     @classmethod
     def of(cls, state: dict[str, Tensor], name: str, *, first: int) -> _Moment:
-        """Takes the piece of a moment for the update that begins with element `first`."""
+        """Makes the piece of a moment for the update that begins with element `first`."""
         held = [state[name].view(-1)[first : first + _ELEMENTS_AT_ONCE]]
         if _scales(name) in state:
             assert _ELEMENTS_AT_ONCE % CODE_BLOCK == 0
@@ -177,7 +177,7 @@ class _Moment:
         return decode(*self.held, signed=self.signed)
 
     def rounded(self, values: Tensor, random: Tensor) -> tuple[Tensor, ...]:
-        """Rounds other numbers to what is held in their place."""
+        """Rounds new values to the form in which the piece is stored."""
         if len(self.held) == 1:
             return (round_stochastically(values, random),)
         return encode(values, signed=self.signed, random=random)
@@ -188,9 +188,9 @@ def _scales(name: str) -> str:
 
 
 def random_bits(count: int, *, first: int, step: Tensor) -> Tensor:
-    """int32 [count]: 32 random bits for each element from number `first` on, the same for the same step.
+    """Returns 32 random bits per element from index `first` on, int32 [count], a function of step and index.
 
-    A finalizer of 32 bits with two multiplications, "lowbias32" by C. Wellons; arithmetic wraps around.
+    The hash is a 32-bit finalizer with two multiplications, "lowbias32" by C. Wellons; arithmetic wraps around.
 
     Args:
         count: number of elements.
@@ -200,17 +200,17 @@ def random_bits(count: int, *, first: int, step: Tensor) -> Tensor:
     numbers = torch.arange(first, first + count, device=step.device, dtype=torch.int64)
     bits = (numbers * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA6B).to(torch.int32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1)):
-        # a shift of a signed number repeats its sign, which is masked
+        # a shift of a signed number repeats the sign, so it is masked
         bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * factor
     return bits
 
 
 def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 -> bf16: up or down with the probabilities whose mean is the value. Numbers of bf16 stay as they are.
+    """Rounds fp32 to bf16 stochastically, so that the mean is the value; exact bf16 numbers do not change.
 
     Args:
         values: fp32, finite.
-        random: int32, of which the lower 16 bits are random.
+        random: int32 with 16 random lower bits.
     """
     bits = values.view(torch.int32) + (random & 0xFFFF)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)

@@ -1,10 +1,9 @@
-"""fp32 master weights in four bytes: the bf16 weight that the model computes with, and the 16 bits that it lacks.
+"""fp32 master weights in four bytes: the bf16 weight with which the model computes, and a residual of 16 bits.
 
-A bf16 number is the upper half of an fp32 number. The weight is the master rounded to the nearest bf16, and the lower
-half of the master, as a signed number, is the difference of their bit patterns. So a weight and its residual are the
-master, bit for bit, and there is no third copy: 4 bytes per parameter instead of 6. A master exactly between two bf16
-numbers is rounded away from zero, where torch rounds to the even one: with that rule the two halves of different
-masters would be the same.
+A bf16 number is the upper half of an fp32 number. The weight is the master rounded to the nearest bf16 number. The
+residual is the difference of their bit patterns: the lower half of the master as a signed number. So weight and
+residual together are the master, bit for bit, in 4 bytes per parameter instead of 6. A master exactly between two bf16
+numbers is rounded away from zero. With torch's rule, rounding to even, different masters could have equal halves.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ def split(master: Tensor, weight: Tensor, residual: Tensor) -> None:
 
     Args:
         master: fp32, finite.
-        weight: bf16, of the same shape: becomes the master rounded to the nearest.
-        residual: int16, of the same shape.
+        weight: bf16, same shape; becomes the master rounded to nearest.
+        residual: int16, same shape; becomes the residual.
     """
     bits = master.view(torch.int32)
     residual.copy_(bits)  # the lower half: torch wraps around
@@ -28,6 +27,6 @@ def split(master: Tensor, weight: Tensor, residual: Tensor) -> None:
 
 
 def joined(weight: Tensor, residual: Tensor) -> Tensor:
-    """The fp32 master weight of a bf16 weight and its residual."""
+    """Joins a bf16 weight and its residual to the fp32 master weight."""
     bits = weight.float().view(torch.int32)
     return bits.add_(residual).view(torch.float32)

@@ -17,10 +17,10 @@ _COUNTER = "step"
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: OptimizerKind) -> dict[str, Tensor]:
-    """The state of one parameter; created as torch does at the first step if it does not exist yet.
+    """Returns the state of one parameter; creates it as torch does at the first step if it does not exist yet.
 
-    Every optimizer of `config.sections.optimizers` begins with zeros: SGD's first momentum is the gradient itself,
-    which momentum x 0 + gradient is too, as it has no dampening here.
+    Every optimizer of `config.sections.optimizers` begins with zeros. This holds for SGD, too: its first momentum is
+    the gradient, which equals momentum x 0 + gradient without dampening.
     """
     state: dict[str, Tensor] = optimizer.state[parameter]
     for name in kind.states:
@@ -36,7 +36,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: Opti
 
 
 def kind_of_group(kind: OptimizerKind, group: Mapping[str, Any]) -> OptimizerKind:
-    """The kind of the parameters in a group of an optimizer."""
+    """Returns the optimizer kind of the parameters in a group."""
     return kind.of(matrix=bool(group.get(MATRICES)))
 
 
@@ -51,7 +51,7 @@ def ensure_all_states(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> 
 
 
 def step_counter(state: dict[str, Any]) -> Tensor:
-    """A copy on the CPU of the step counter in a parameter's state: fp32 scalar, 0 before the first step."""
+    """Copies the step counter in a parameter's state to the CPU: fp32 scalar, 0 before the first step."""
     if _COUNTER not in state:
         return torch.zeros((), dtype=torch.float32)
     counter: Tensor = state[_COUNTER]

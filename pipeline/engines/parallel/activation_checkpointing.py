@@ -1,6 +1,6 @@
 """Activation checkpointing, full or selective: activations are recomputed in the backward pass instead of stored.
 
-Applied to the forward pass of Hugging Face's decoder layers, so that parameter names do not change.
+It is applied to the forward pass of Hugging Face's decoder layers, so that parameter names do not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAVED_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_mm.default,  # products in fp8, and the largest values that their scales are made from
+    torch.ops.aten._scaled_mm.default,  # fp8 products, and the largest values from which their scales are computed
     torch.ops.aten.max.default,
     torch.ops.aten.amax.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -41,9 +41,9 @@ _SAVED_OPERATORS = {
     torch.ops._c10d_functional.all_to_all_single.default,
     host_sizes._opoverload,
 }
-"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. Recomputation
-repeats the all-gathers of tensor parallelism, whose outputs are tp times what a rank has (for tp 8 more than all other
-recomputation saves), and the messages of ring attention, since nothing keeps keys and values of other ranks."""
+"""Operators whose outputs selective checkpointing saves: they cost the most time per byte saved. Recomputation repeats
+the all-gathers of tensor parallelism: their outputs are tp times a rank's tensors (for tp 8, more than all other
+recomputation saves). It also repeats ring attention's messages, since other ranks' keys and values are not stored."""
 
 
 WITHIN = "forward_within_checkpoint"
@@ -70,7 +70,7 @@ def apply_activation_checkpointing(model: nn.Module, memory: MemorySection, *, r
     Args:
         model: the model; its layers are changed in place.
         memory: the config's section.
-        random: the layers may draw random numbers (dropout, jitter of a router), which recomputation draws again.
+        random: whether layers may draw random numbers (dropout, router jitter), which recomputation draws again.
     """
     if memory.activation_checkpointing == "none":
         return
@@ -83,7 +83,7 @@ def apply_activation_checkpointing(model: nn.Module, memory: MemorySection, *, r
 
 
 def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A layer's forward pass that is run again in the backward pass. The layer's hooks stay outside."""
+    """Wraps a layer's forward pass, to be run again in the backward pass. The layer's hooks stay outside."""
     setattr(layer, WITHIN, forward)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -96,12 +96,12 @@ def _checkpointed(layer: nn.Module, forward: Callable[..., Any], options: dict[s
 
 
 def restores_results() -> bool:
-    """Whether this is a recomputation of selective checkpointing, in which saved operators are not run again."""
+    """Whether selective checkpointing is recomputing, when saved operators do not run again."""
     return any(isinstance(mode, _CachedTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def not_restored() -> AbstractContextManager[Any]:
-    """Context in which a recomputation runs operators again, whether or not the forward pass has run them."""
+    """Returns a context in which a recomputation runs all operators again, even if their outputs were saved."""
     return _pop_mode_temporarily() if restores_results() else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Checks of a layout that need the model's architecture; they run before the process group is initialized."""
+"""Checks a layout against the model's architecture, before the process group is initialized."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pipeline.models.resize.shrink import shrink
 from pipeline.models.routers import find_routers, has_experts
 
 _NOT_TRAINED = ("classifier_dropout", "summary_first_dropout", "seq_classif_dropout")
-"""Dropout keys of heads that a causal language model does not have."""
+"""Dropout keys for heads that a causal language model does not have."""
 _V, _T = 32, 16
 
 
@@ -49,7 +49,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     Args:
         run: the resolved config.
         model: the full model, on meta.
-        packages: whether the packages that it needs have to be installed here; a plan may be of another machine.
+        packages: whether the layout's packages have to be installed here; a plan may be made for another machine.
 
     Raises:
         ConfigError: the first problem found: the field, the reason, and what works instead.
@@ -87,7 +87,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
 
 
 def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequence[StageLayers]) -> None:
-    """Refuses a pipeline stage without experts where the others would wait forever for its part of their norm."""
+    """Refuses a pipeline stage without experts if the other stages would wait forever for its part of the norm."""
     config = run.config
     zero_1_in_bf16 = config.engine == "deepspeed" and config.zero_optimization.stage == 1 and config.bf16.enabled
     if run.topology.ep == 1 or not zero_1_in_bf16:
@@ -112,7 +112,7 @@ def _refuse_router_loss(config: PretrainedConfig) -> None:
 
 
 def _refuse_dropout(config: PretrainedConfig, *, where: str) -> None:
-    """Refuses dropout: it draws from each process's own generator, so no two layouts would train the same model."""
+    """Refuses dropout: every process draws from its own generator, so no two layouts would train the same model."""
     dropouts = {
         key: value
         for key, value in config.to_dict().items()
@@ -162,8 +162,7 @@ def check_experts(section: MoeSection, model: nn.Module) -> None:
 
 
 def _failure(section: MoeSection, config: PretrainedConfig) -> str | None:
-    """Returns why a step of a tiny model does not count its tokens once per layer, or does not reach its routers; None
-    if it does."""
+    """Returns why a step of a tiny model misses its routers, or does not count tokens once per layer; else None."""
     try:
         tiny: Any = build_meta(
             shrink(config, divide=1, layers=2, vocab_size=_V), dtype=torch.float32, attn_implementation="eager"

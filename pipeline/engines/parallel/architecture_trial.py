@@ -1,8 +1,8 @@
 """Pre-flight check that an architecture is computed correctly under a layout, on a tiny model of the same architecture.
 
-The reference is Hugging Face's own forward pass. An architecture whose logits differ from it under the layout (it caps
-or scales its logits after the head, or mixes positions by other means than attention) would silently train a different
-model; so it is refused, before the process group is initialized. It takes a fraction of a second, on the CPU.
+The reference is Hugging Face's own forward pass. An architecture whose logits differ under the layout (because it caps
+or scales logits after the head, or mixes positions outside of attention) would silently train a different model. It is
+refused before the process group is initialized. The check takes a fraction of a second, on the CPU.
 
 Shapes: B = 1, T = 16 positions, V = 32 ids.
 """
@@ -40,8 +40,8 @@ from pipeline.models.resize.shrink import shrink
 from pipeline.models.routers import has_experts
 
 TOLERANCE = 1e-4
-"""Largest difference as a share of the largest logit, in fp32: another order of summation differs by 1e-6, another
-formula by 1e-2."""
+"""Largest difference in fp32, as a share of the largest logit. A different order of summation differs by 1e-6, a
+different formula by 1e-2."""
 
 _V, _T = 32, 16
 _BOUNDARY = 6
@@ -58,7 +58,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         config: the real model's Hugging Face config.
 
     Raises:
-        ConfigError: names what differs, and what to use instead.
+        ConfigError: logits differ; names the cause and what to use instead.
     """
     topology, masks = run.topology, run.config.data.mask_documents
     separate_head = topology.tp > 1 or topology.pp > 1 or run.config.loss.chunk is not None
@@ -72,7 +72,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         return
     _check_causal(run, config, tiny)
     if not needed:
-        return  # the model runs entirely by Hugging Face's own code
+        return  # only Hugging Face's own code runs the model
     layout = DecoderLayout(own_attention=own)
     if own:
         _check_own_attention(run, tiny, layout)
@@ -99,7 +99,7 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
 
 
 def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayout) -> None:
-    """Tries our attention, and ring attention where the config names it; Ulysses computes the same as ours."""
+    """Tries our attention, and ring attention if the config selects it; Ulysses computes the same as ours."""
     topology, attention = run.topology, run.config.model.attn_implementation
     also = [
         text
@@ -111,7 +111,7 @@ def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayo
         )
         if on
     ]
-    remedy = " and ".join(["use model.attn_implementation eager", *also])  # eager takes none of these
+    remedy = " and ".join(["use model.attn_implementation eager", *also])  # eager supports none of these
     tiny.compare("model.attn_implementation", attention, "our attention", remedy, lambda: tiny.logits(layout))
     if run.zigzag:
         ring = replace(layout, cp_attention=RingInOneProcess(2))
@@ -119,7 +119,7 @@ def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayo
 
 
 def has_separate_head(config: PretrainedConfig) -> bool:
-    """Whether a model's logits are its head's output on its base model's: they are not capped or scaled afterwards."""
+    """Whether a model's logits are its head applied to the base model's output, not capped or scaled afterwards."""
     try:
         tiny = _TinyModel(shrink(config, divide=1, layers=2, vocab_size=_V), "eager")
         tiny.compare("", "", "", "", lambda: tiny.logits(DecoderLayout(own_attention=False, chunk=_T)))
@@ -129,7 +129,7 @@ def has_separate_head(config: PretrainedConfig) -> bool:
 
 
 def _tiny_model(config: PretrainedConfig, attention: str, *, length: int, needed: bool) -> _TinyModel | None:
-    """A tiny model of the architecture; None where none can be built and nothing depends on it.
+    """Builds a tiny model of the architecture; None if this fails and the layout does not need it.
 
     Raises:
         ConfigError: the tiny model cannot be built, and the layout needs it.
@@ -143,7 +143,7 @@ def _tiny_model(config: PretrainedConfig, attention: str, *, length: int, needed
 
 
 def _fails_on_meta(config: PretrainedConfig) -> bool:
-    """Whether the forward pass of the real model fails, for another reason than the missing values of meta tensors."""
+    """Whether the real model's forward pass fails for a reason other than the missing values of meta tensors."""
     model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
     try:
         with torch.no_grad():
@@ -156,7 +156,7 @@ def _fails_on_meta(config: PretrainedConfig) -> bool:
 
 
 def _check_causal(run: ResolvedRun, config: PretrainedConfig, tiny: _TinyModel) -> None:
-    """Refuses a model that sees later tokens. `is_decoder` does not tell: GPT-NeoX is a decoder, and has it false.
+    """Refuses a model that sees later tokens. `is_decoder` does not show it: it is false for GPT-NeoX, a decoder.
 
     Raises:
         ConfigError: the model sees later tokens, or its forward pass fails.
@@ -167,7 +167,7 @@ def _check_causal(run: ResolvedRun, config: PretrainedConfig, tiny: _TinyModel) 
     except ConfigError:
         if _fails_on_meta(config):
             raise
-        return  # the sizes of the tiny model are at fault
+        return  # the tiny model's sizes are the cause
     why = "it sees the tokens to its right, so predicting the next one means nothing"
     remedy = "use a decoder, e.g. llama"
     if getattr(config, "is_decoder", None) is False:
@@ -177,7 +177,7 @@ def _check_causal(run: ResolvedRun, config: PretrainedConfig, tiny: _TinyModel) 
 
 
 def _separate_head_field(run: ResolvedRun) -> tuple[str, Any]:
-    """The config field, and its value, for which the head is computed apart from the model's own forward pass."""
+    """Returns the config field, with its value, that separates the head from the model's own forward pass."""
     if run.config.loss.chunk is not None:
         return "loss.chunk", run.config.loss.chunk
     axis = "tp" if run.topology.tp > 1 else "pp"
@@ -215,7 +215,7 @@ class _LogitsRecorder:
 
 
 class RandomValues(OwnBuffers):
-    """Random weights seeded by name, so that two models are equal; none is 0 or 1, where many operations do nothing."""
+    """Random weights seeded by name, equal in two models; none is 0 or 1, with which many operations do nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -228,7 +228,7 @@ class RandomValues(OwnBuffers):
 
 
 def random_model(config: PretrainedConfig, *, attention: str = "eager") -> nn.Module:
-    """A model of a tiny config, on the CPU in fp32, with `RandomValues`."""
+    """Builds a model of a tiny config, on the CPU in fp32, with `RandomValues`."""
     model = build_meta(config, dtype=torch.float32, attn_implementation=attention)
     materialize(model, RandomValues(model), device=torch.device("cpu"))
     return model
@@ -239,7 +239,7 @@ class _TinyModel:
 
     def __init__(self, config: PretrainedConfig, attention: str) -> None:
         self._config = config
-        # flash attention runs on a GPU only; eager computes the same formula
+        # flash attention runs only on a GPU; eager computes the same formula
         self._hf_attention = "eager" if attention.startswith("flash_attention") else attention
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(_V, (1, _T), generator=generator)
@@ -268,7 +268,7 @@ class _TinyModel:
             raise ConfigError("model.config.model_type", kind, why=why, remedy=remedy) from None
 
     def compare(self, field: str, value: Any, what: str, remedy: str, compute: Callable[[], Tensor]) -> None:
-        """Raises ConfigError for a field under which the computed logits differ from Hugging Face's."""
+        """Raises ConfigError for a field if the computed logits differ from Hugging Face's."""
         kind = self._config.model_type
         expected = self.reference
         try:
@@ -283,7 +283,7 @@ class _TinyModel:
             raise ConfigError(field, value, why=why, remedy=remedy)
 
     def logits(self, layout: DecoderLayout) -> Tensor:
-        """Computes the logits with the decoder in a layout."""
+        """Computes the decoder's logits in a layout."""
         model = self._build_for(layout)
         return self._decoder_logits(model, layout, MicroBatch(self._ids, self._ids))
 
@@ -307,7 +307,7 @@ class _TinyModel:
         return self._hf_logits(model, self._ids)
 
     def attends_across_documents(self, layout: DecoderLayout) -> bool:
-        """Whether the logits of two packed documents differ from those of each document alone."""
+        """Whether two packed documents have other logits than each document alone."""
         model = self._build_for(layout)
         positions = torch.arange(_T).unsqueeze(0)
         second = positions >= _BOUNDARY
@@ -319,13 +319,13 @@ class _TinyModel:
         return not _close(together, torch.cat(alone, dim=1))
 
     def sees_later_tokens(self) -> bool:
-        """Whether another last token changes earlier logits.
+        """Whether replacing the last token changes earlier logits.
 
         Raises:
             ConfigError: Hugging Face's own forward pass fails.
         """
         with self._refusing():
-            model = self._build("eager")  # every architecture has it
+            model = self._build("eager")  # every architecture supports eager
             return any(
                 not _close(self._hf_logits(model, ids)[:, :-1], self._hf_logits(model, other)[:, :-1])
                 for ids, other in self._pairs()
@@ -333,9 +333,9 @@ class _TinyModel:
         raise AssertionError("unreachable: a failure is raised as ConfigError")
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields two sequences that differ in their last token; two more with padding, if end-of-text is padding, too.
+        """Yields two sequences that differ in the last token; if end-of-text is also padding, two more with padding.
 
-        XLM takes any number of padding tokens for the end of a text, wherever they are.
+        XLM treats any number of padding tokens, anywhere, as the end of a text.
         """
         other = self._ids.clone()
         other[:, -1] = (other[:, -1] + 1) % _V
@@ -349,7 +349,7 @@ class _TinyModel:
             yield ids, other
 
     def mixes_positions_outside_tp_blocks(self) -> bool:
-        """Whether a position depends on another one although the tensor-parallel blocks output zeros."""
+        """Whether a position depends on another position even if the tensor-parallel blocks output zeros."""
         model = self._build(self._hf_attention)
         blocks = {name.rpartition(".")[0] for name in check_tp_plan(model, tp=1)}
         for name in blocks:
@@ -374,15 +374,15 @@ class _TinyModel:
         return self._build(ATTENTION_NAME if layout.own_attention else self._hf_attention)
 
     def _build(self, attention: str) -> nn.Module:
-        """Returns a model of the caller's own, which it may change."""
+        """Builds a model that the caller may change."""
         if attention not in self._built:
-            config = copy.deepcopy(self._config)  # which remembers the attention that a model is built with
+            config = copy.deepcopy(self._config)  # a config remembers the attention with which a model is built
             self._built[attention] = random_model(config, attention=attention).eval()
         return copy.deepcopy(self._built[attention])
 
 
 def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """Forward hook: zeros in place of a block's output, or of the first of several outputs."""
+    """Forward hook: replaces a block's output, or the first of several outputs, by zeros."""
     if isinstance(output, tuple):
         return (torch.zeros_like(output[0]), *output[1:])
     return torch.zeros_like(output)

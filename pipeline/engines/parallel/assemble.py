@@ -1,6 +1,6 @@
 """Builds this rank's decoder from the full model: checkpointing, stage, expert and tensor parallelism, compilation.
 
-One function applies them in one order. The result is still on meta; an engine shards and materializes it.
+One function applies these techniques in one order. The result is still on meta; an engine shards and materializes it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LocalModel:
         decoder: the root module.
         tensor: tensor-parallel shards of this rank, or None.
         shapes: Hugging Face name -> full shape of every parameter of the decoder.
-        experts: Hugging Face name -> this rank's experts, of every parameter that expert parallelism shards.
-        tied: names of the parameters of which another pipeline stage holds a copy (a head tied to the embedding).
+        experts: Hugging Face name -> this rank's experts, for every parameter that expert parallelism shards.
+        tied: names of the parameters that another pipeline stage also has (a head tied to the embedding).
     """
 
     decoder: Decoder
@@ -53,7 +53,7 @@ class LocalModel:
     experts: dict[str, Rectangle]
 
     def box(self, name: str) -> Rectangle | None:
-        """This rank's tensor- or expert-parallel shard of a parameter; None if it is not sharded so."""
+        """Returns this rank's tensor- or expert-parallel shard of a parameter; None if it has none."""
         return self.experts.get(name) or (self.tensor.boxes.get(name) if self.tensor else None)
 
 
@@ -71,8 +71,8 @@ def assemble(
         run: the resolved config.
         model: the full model, on meta; not changed.
         mesh: this rank's coordinates and groups; None for one process.
-        stage: the pipeline stage to build; the full model when None.
-        balancer: observes the experts' routers; None for a dense model.
+        stage: the pipeline stage to build; None for the full model.
+        balancer: balancer that observes the experts' routers; None for a dense model.
 
     Raises:
         ConfigError: the architecture does not support the layout.
@@ -80,7 +80,7 @@ def assemble(
     causal = copy.deepcopy(model)
     owners = parameter_owners(causal)
     shapes = {name: tuple(p.shape) for name, p in causal.named_parameters()}
-    # before keep_stage: every n-th layer of the full model
+    # before keep_stage, to select every n-th layer of the full model
     apply_activation_checkpointing(causal, run.config.memory, random=run.plain)
     if stage is not None and stage.count > 1:
         keep_stage(causal, stage)
@@ -89,7 +89,7 @@ def assemble(
     local_owners = {name: pairs for name, pairs in kept.items() if pairs}
     tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
     names = _names(local_owners)
-    ep_group = mesh.group("ep") if mesh and run.topology.ep > 1 else None  # a teacher beside it has none
+    ep_group = mesh.group("ep") if mesh and run.topology.ep > 1 else None  # a teacher's run has none
     tp_group = mesh.group("tp") if mesh else None
     exchange = exchange_of(run)
     experts = apply_expert_parallel(causal, ep_group, names=names, exchange=exchange) if ep_group else {}
@@ -114,22 +114,22 @@ def assemble(
     if balancer is not None:
         balancer.attach(causal)
         decoder.balancer = balancer
-    # the balancer's hooks, the experts' exchange and ring attention's messages run between the graphs of a layer
+    # the balancer's hooks, the experts' exchange and ring attention's messages run between graphs of a layer
     one_graph = balancer is None and not exchanges(causal) and not isinstance(layout.cp_attention, RingAttention)
     apply_compile(causal, run.config.compile, whole_graph=one_graph)
     return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied, experts)
 
 
 DISTILLATION_CHUNK = 512
-"""Positions of each sample whose logits, of teacher and student, exist at a time in a distillation that sets none."""
+"""Default of a distillation for the positions per sample whose logits (teacher's and student's) exist at a time."""
 
 
 def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
-    """Positions of the chunked loss; None where all logits exist at once.
+    """Returns the number of positions in a chunk of the loss; None if all logits exist at once.
 
     Args:
         run: the resolved config.
-        config: the model's Hugging Face config; a distillation chunks the loss by default if the model's logits are its
+        config: the model's Hugging Face config. By default a distillation chunks the loss if the model's logits are its
             head's output.
     """
     if run.config.loss.chunk is not None or run.config.distill is None or run.plain:
@@ -146,19 +146,19 @@ class ShardedValues:
 
     Args:
         values: values of the full parameters.
-        local_model: defines the shards.
+        local_model: this rank's part of the model, which defines the shards.
     """
 
     def __init__(self, values: ParameterValues, local_model: LocalModel) -> None:
         self._values, self._local_model = values, local_model
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """Values of this rank's shard of a parameter; `box` counts within the shard. See `ParameterValues.value`."""
+        """Implements `ParameterValues.value` for this rank's shard of a parameter; `box` counts within the shard."""
         shard = self._local_model.box(name)
         if shard is not None:
             box = shard if box is None else box.shifted(shard.offsets)
         return self._values.value(name, box=box, device=device)
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`: whole on every rank."""
+        """Implements `ParameterValues.buffer`: whole on every rank."""
         return self._values.buffer(name)

@@ -1,6 +1,6 @@
 """Differentiable all-gather and reduce-scatter; the backward pass of each is the other.
 
-Shapes: B batch, T sequence, D features; `dim` is the dim that is gathered or scattered.
+Shapes: B batch, T sequence, D features; `dim` is the gathered or scattered dim.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 functional: Any = torch.ops._c10d_functional
-"""torch's collectives that return their result, which a compiled graph can hold and selective recomputation saves."""
+"""torch's functional collectives, which compiled graphs may contain and whose results selective recomputation saves."""
 
 
 @torch.library.custom_op("headrace::host_sizes", mutates_args=())
 def host_sizes(sizes: Tensor) -> Tensor:
-    """A copy of a tensor on the host, which waits for the device. Selective activation checkpointing keeps it."""
+    """Copies a tensor to the host, which waits for the device. Selective activation checkpointing keeps the copy."""
     return sizes.cpu().clone()
 
 

@@ -1,8 +1,8 @@
-"""torch.compile of the decoder layers, one by one, and of the loss: the layers of a kind share one compiled graph.
+"""torch.compile of the decoder layers, one by one, and of the loss: layers of the same kind share one compiled graph.
 
-A layer is compiled with its activation checkpointing inside, so that the compiler decides about recomputation, and
-before it is sharded, so that the hooks of FSDP2 and of ZeRO stay outside. A layer that cannot be one graph is compiled
-within its checkpoint: the compiler would not compile any of a checkpoint with a graph break in it.
+A layer is compiled together with its activation checkpointing, so that the compiler decides about recomputation. It is
+compiled before sharding, so that the hooks of FSDP2 and ZeRO stay outside. A layer that cannot be one graph is compiled
+inside its checkpoint, since the compiler skips a checkpoint with a graph break.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from pipeline.engines.parallel.fused_head import FusedHead, loss_and_gradient
 
 KEY = "compile.enabled"
 _LAYER: ContextVar[str] = ContextVar("layer")
-"""Name of the layer that is called now. A graph is shared by all layers of a kind, so no name may be part of it."""
+"""Name of the layer that is running. All layers of a kind share a graph, so a graph must not contain a name."""
 
 
 def compiles(section: CompileSection) -> bool:
-    """Whether layers are compiled: as the config says, else where there is a GPU."""
+    """Whether layers are compiled: as the config sets it, by default if there is a GPU."""
     return torch.cuda.is_available() if section.enabled is None else section.enabled
 
 
 def eager(*, compiled: bool) -> AbstractContextManager[Any]:
-    """Context in which compiled layers run eagerly: its passes have shapes that no graph was compiled for."""
+    """Returns a context in which compiled layers run eagerly, for passes with shapes that no graph was compiled for."""
     stance: Any = torch.compiler.set_stance
     return stance("force_eager") if compiled else nullcontext()
 
@@ -51,7 +51,7 @@ def check_compile(section: CompileSection) -> None:
     """Refuses a compilation that cannot work on this machine, before a process group exists.
 
     Raises:
-        ConfigError: an unknown backend, or one whose compiler is missing.
+        ConfigError: the backend is unknown, or its compiler is missing.
     """
     if not compiles(section):
         return
@@ -68,7 +68,7 @@ def check_compile(section: CompileSection) -> None:
 
 
 def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
-    """Returns the tool that inductor would miss at the first step, and its package; None if none is missing."""
+    """Returns a missing tool that inductor needs at the first step, and its package; None if none is missing."""
     if on_gpu and importlib.util.find_spec("triton") is None:
         return "inductor writes GPU kernels in Triton, which is not installed", "triton"
     if on_gpu and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
@@ -87,28 +87,28 @@ def _missing(*, on_gpu: bool) -> tuple[str, str] | None:
 def apply_compile(model: nn.Module, section: CompileSection, *, whole_graph: bool) -> None:
     """Compiles every decoder layer of a model at its first call, and the loss and its gradient of a fused head.
 
-    Call it after all other changes but sharding.
+    Must be called after all other changes except sharding.
 
     Args:
         model: this rank's part of the model, on any device.
         section: the config's `compile`.
-        whole_graph: each layer must be one graph: a graph break is an error, since it would cost time in silence.
+        whole_graph: whether each layer must be one graph; a graph break, which silently costs time, is an error.
     """
     if not compiles(section):
         return
     options: dict[str, Any] = {"dynamic": False, "backend": NamingBackend(section.backend, section.mode)}
     for name, layer in model.named_modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            # its forward function only: the hooks of FSDP2 and ZeRO run outside of the compiler
+            # compiles only its forward function: the hooks of FSDP2 and ZeRO run outside of the compiler
             which = WITHIN if not whole_graph and hasattr(layer, WITHIN) else "forward"
             setattr(layer, which, named(torch.compile(getattr(layer, which), fullgraph=whole_graph, **options), name))
         elif isinstance(layer, FusedHead):
-            # but for the matrix products, which no compiler makes faster
+            # without the matrix products, which no compiler makes faster
             layer.compiled = named(torch.compile(loss_and_gradient, fullgraph=True, **options), f"the loss of {name}")
 
 
 def compilation_clock(section: CompileSection) -> Callable[[], tuple[int, float]]:
-    """Makes a function that returns the graphs compiled since its last call, and the seconds that took."""
+    """Makes a function that returns the number of graphs compiled since its last call, and the seconds they took."""
     return _clock().take if compiles(section) else lambda: (0, 0.0)
 
 
@@ -128,7 +128,7 @@ class CompileClock:
         callback_handler.register_end_callback(self._end)
 
     def take(self) -> tuple[int, float]:
-        """Compilations and seconds since the last call. A backward pass is compiled with its forward pass or later."""
+        """Returns compilations and seconds since the last call; backward passes may be compiled later."""
         taken = self._count, self._seconds
         self._count, self._seconds = 0, 0.0
         return taken
@@ -143,16 +143,16 @@ class CompileClock:
 
 @dataclass(frozen=True)
 class NamingBackend:
-    """A backend of torch.compile that wraps one of torch's, with errors that name the layer.
+    """A backend of torch.compile that wraps one of torch's backends; its errors name the layer.
 
-    torch compiles a layer's forward pass at its first call and its backward pass in the first backward pass, when the
-    layer's call is long over. So the compiler of the backward graph is wrapped while the layer is called.
+    torch compiles a layer's forward pass in the layer's first call, and its backward pass in the first backward pass,
+    long after that call. So the compiler of the backward graph is wrapped while the layer is called.
 
     Equal backends share their graphs.
 
     Attributes:
-        backend: a name that torch knows. The backward pass is named with inductor alone: other backends of torch make
-            no kernels for it, so that there is nothing to fail.
+        backend: name of a torch backend. Only inductor's errors name a backward pass: other backends make no kernels
+            for it that could fail.
         mode: inductor's mode, e.g. default.
     """
 
@@ -160,7 +160,7 @@ class NamingBackend:
     mode: str
 
     def __call__(self, graph: Any, examples: Any) -> Any:
-        """Compiles a graph; with inductor its backward graph later."""
+        """Compiles a graph; inductor compiles its backward graph later."""
         compiler: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
         if self.backend != "inductor":
             return compiler(graph, examples)
@@ -179,7 +179,7 @@ def _naming_compiler(layer: str) -> Callable[..., Any]:
             return compile_fx_inner(*args, **kwargs)
         except Exception as error:
             if not kwargs.get("is_backward"):
-                raise  # the call of the layer names it
+                raise  # the wrapped call names the layer
             raise _refusal(f"the backward pass of {layer}", error) from error
 
     return compile_graph
@@ -189,7 +189,7 @@ def named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
     """Wraps a call compiled by a `NamingBackend`: a failure names the layer, and the key that turns compilation off.
 
     Raises:
-        ConfigError: the compilation fails, in the call; that of a backward pass, when it is run.
+        ConfigError: the compilation fails; raised by the call, or for a backward pass when that runs.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ def _refusal(what: str, error: Exception) -> ConfigError:
 
 
 def _without_incomplete_files(error: str) -> str:
-    """Returns a remedy if the error is a damaged file of inductor's cache: a compiler that was killed leaves one."""
+    """Returns a remedy if the error is a damaged file in inductor's cache, which a killed compiler leaves."""
     from torch._inductor.runtime.runtime_utils import cache_dir  # noqa: PLC0415
 
     folder = cache_dir()

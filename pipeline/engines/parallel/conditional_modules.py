@@ -1,12 +1,12 @@
-"""Modules that call others as often as the data want, such as experts of which only the chosen ones run.
+"""Modules that call submodules depending on the data, e.g. only the chosen experts.
 
-FSDP2 and ZeRO-2 add up the gradients that exist. Where two ranks have those of different experts, they would add one
-expert's to another's, or wait for each other forever, so each rank gives the others a gradient of zeros. Only a model
-of one's own has experts with parameters of their own: those of transformers 5 are rows of one tensor.
+FSDP2 and ZeRO-2 add up the gradients that exist. If two ranks have gradients of different experts, they would add
+gradients of different experts, or wait for each other forever. So every rank makes a gradient of zeros for its unused
+experts. Only a user's own model has separate parameters for experts; in transformers 5, experts are rows of one tensor.
 
 ZeRO-3 gathers a module's parameters when the module is called, on all ranks together: ranks that call it a different
 number of times would wait for each other forever. So the whole block of such modules is gathered at once (DeepSpeed
-calls it a leaf module). Which blocks these are is found by running a tiny model of the architecture on several inputs.
+calls it a leaf module). The blocks are found by running a tiny model of the architecture on several inputs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.models.resize.shrink import shrink
 
 _V, _TOKENS, _INPUTS = 32, 2, 8
-"""Ids, positions and number of the inputs: so few tokens do not go to all experts."""
+"""Number of ids, positions and inputs: few enough that some experts get no token."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of_lists(model: nn.Module) -> list[nn.Module]:
-    """Finds modules within a layer (an element of a list) that have a list of modules themselves: experts, perhaps."""
+    """Finds modules within a layer (an element of a list) that contain a list of modules, perhaps experts."""
     stacks = [module for module in model.modules() if isinstance(module, (*_LISTS, nn.Sequential))]
     within = {part for each in stacks for layer in each.children() for part in layer.modules()}
     return [m for m in model.modules() if m in within and any(isinstance(child, _LISTS) for child in m.children())]
@@ -43,9 +43,9 @@ def complete_gradients(model: nn.Module) -> None:
 
 
 def _use_all(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook: the backward pass of the block's input, its last part, finishes the gradients of all parameters.
+    """Pre-hook: completes the gradients of all parameters at the end of the block's backward pass.
 
-    They are finished in the same order on every rank, in which ZeRO-2 puts them into buckets.
+    The order is the same on every rank; ZeRO-2 puts gradients into buckets in this order.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     at = next((key for key, each in given.items() if isinstance(each, Tensor) and each.is_floating_point()), None)
@@ -56,7 +56,7 @@ def _use_all(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class _Used(torch.autograd.Function):
-    """Returns its first argument; the gradients of the others are zeros."""
+    """Returns its first argument; the gradients of all other arguments are zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -69,10 +69,10 @@ class _Used(torch.autograd.Function):
 
 
 def conditional_blocks(config: PretrainedConfig) -> list[type[nn.Module]]:
-    """Finds the classes of the smallest modules that run once whatever the data, and call others depending on it.
+    """Finds the classes of the smallest modules that always run once, and call submodules depending on the data.
 
     Args:
-        config: the real model's Hugging Face config. No class is found if no tiny model of it can be built or run.
+        config: the real model's Hugging Face config. No class is found if its tiny model cannot be built or run.
     """
     try:
         tiny = random_model(shrink(config, divide=1, layers=2, vocab_size=_V))

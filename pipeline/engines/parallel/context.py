@@ -20,7 +20,7 @@ from pipeline.models.masks import AttentionMask, make_mask
 
 
 def make_cp_attention(kind: str, mesh: Mesh) -> ContextParallelAttention | None:
-    """The attention across ranks of a layout; None without context parallelism.
+    """Makes the attention across ranks of a layout; None without context parallelism.
 
     Args:
         kind: ulysses or ring.
@@ -33,11 +33,11 @@ def make_cp_attention(kind: str, mesh: Mesh) -> ContextParallelAttention | None:
 
 
 class UlyssesAttention:
-    """Ulysses: every rank computes attention of some of the heads over the full sequence.
+    """Ulysses: every rank computes the attention of some heads over the full sequence.
 
-    An all-to-all turns sequence shards with all heads into the full sequence with some heads, and back. Key and value
-    heads are repeated, as few times as necessary, where the number of ranks does not divide them. Source: Jacobs et al.
-    2023, DeepSpeed Ulysses (arXiv:2309.14509).
+    An all-to-all turns sequence shards with all heads into the full sequence with some heads; another reverses it. If
+    the number of ranks does not divide the key and value heads, these are repeated as few times as necessary. Source:
+    Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509).
     """
 
     make_mask = staticmethod(make_mask)
@@ -55,7 +55,7 @@ class UlyssesAttention:
         mask: AttentionMask,
         watch: LogitWatch | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.attend`."""
+        """Implements `ContextParallelAttention.attend`."""
         times = _kv_repeats(query.shape[1], key.shape[1], ranks=dist.get_world_size(self._group))
         if times > 1:
             key, value = repeat_heads(key, times), repeat_heads(value, times)
@@ -68,12 +68,12 @@ class UlyssesAttention:
 
 
 def _kv_repeats(heads: int, kv_heads: int, *, ranks: int) -> int:
-    """Copies of each key/value head that every rank needs to have the heads for its queries."""
+    """Returns the number of copies of each key/value head with which every rank has the heads for its queries."""
     return next(n for n in range(1, heads // kv_heads + 1) if heads % (kv_heads * n) == 0 and kv_heads * n % ranks == 0)
 
 
 def all_to_all(tensor: Tensor, group: dist.ProcessGroup, *, scatter_dim: int, gather_dim: int) -> Tensor:
-    """Splits a tensor along `scatter_dim`, sends chunk i to rank i, and concatenates the received along `gather_dim`.
+    """Splits a tensor along `scatter_dim`, sends chunk i to rank i, concatenates received chunks along `gather_dim`.
 
     Differentiable: the backward pass swaps the two dims.
     """

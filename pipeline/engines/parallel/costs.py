@@ -13,23 +13,23 @@ from pipeline.models.attention import window_of
 from pipeline.models.layers import attention_widths
 
 UPDATE_BYTES = {True: 54, False: 32}
-"""Bytes that an AdamW update reads and writes per parameter that a rank holds, on one device and on several. fp32
-states: weight, gradient and two moments are read and written. One device in bf16 also joins and splits the master
-weights (8), widens the gradient (6) and writes the result (8)."""
+"""Bytes that an AdamW update reads and writes per parameter of a rank: True on one device, False on several. Weight,
+gradient and two moments, in fp32, are read and written. One device in bf16 also joins and splits the master weights
+(8), widens the gradient (6) and writes the result (8)."""
 SMALL_MOMENTS_BYTES = 8
-"""Bytes fewer than `UPDATE_BYTES` with moments in bf16."""
+"""Bytes by which bf16 moments reduce `UPDATE_BYTES`."""
 ACCUMULATION_BYTES = 10
-"""Bytes per parameter and micro-batch where gradients of several are added up unsharded: one in bf16 to a sum in fp32.
-FSDP2 and ZeRO do so in a pipeline; elsewhere they reduce every micro-batch's."""
+"""Bytes per parameter and micro-batch to add an unsharded bf16 gradient to an fp32 sum. FSDP2 and ZeRO do so in a
+pipeline; elsewhere they reduce the gradients of every micro-batch."""
 
 
 def update_bytes(run: ResolvedRun, parameters: int, experts: int = 0) -> float:
-    """Bytes that a rank reads and writes in a step for the optimizer's update, and to add up gradients.
+    """Returns the bytes that a rank reads and writes in a step for the optimizer's update and to add up gradients.
 
     Args:
         run: the resolved config.
         parameters: elements of the rank's part of the model, before it is sharded over data ranks.
-        experts: elements that expert parallelism divides, which are sharded over the ranks that hold the same experts.
+        experts: elements divided by expert parallelism, which are sharded over the ranks with the same experts.
     """
     topology, count = run.topology, run.batch.accumulation
     each = UPDATE_BYTES[run.alone]
@@ -43,11 +43,11 @@ def update_bytes(run: ResolvedRun, parameters: int, experts: int = 0) -> float:
 
 
 def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float], float]:
-    """FLOPs per token of every decoder layer and of the head.
+    """Returns the forward FLOPs per token of every decoder layer, and of the head.
 
     A layer costs 2 N + 4 h s, with N parameters and attention width h over s positions (scores and values; causal
-    masking is not subtracted); with a sliding window, s is the window. The head costs 2 V D. Of a mixture of experts,
-    only the active experts of a token count. Source: as `models.count.measure`, forward pass only.
+    masking is not subtracted); with a sliding window, s is the window. The head costs 2 V D. In a mixture of experts,
+    only a token's active experts count. The source is that of `models.count.measure`.
 
     Args:
         model: the full model, on any device.
@@ -63,7 +63,7 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
 
 
 def expert_flops(model: nn.Module) -> list[float]:
-    """FLOPs per token of the routed experts of every decoder layer, forward: part of `forward_flops`."""
+    """Returns the forward FLOPs per token of the routed experts in every decoder layer, a part of `forward_flops`."""
     layers = layer_list(model)[1]
     config: Any = model.config
     whole = [sum(p.numel() for name, p in layer.named_parameters() if _routed(name)) for layer in layers]
@@ -71,7 +71,7 @@ def expert_flops(model: nn.Module) -> list[float]:
 
 
 def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[int]:
-    """Parameters of every stage; a head tied to the embedding counts in the first stage and in the last."""
+    """Counts the parameters of every stage; a head tied to the embedding counts in the first and the last stage."""
     layers, _ = layer_list(model)
     inside, before = (
         f"{model.base_model_prefix}.{layers}.",
@@ -91,7 +91,7 @@ def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[in
 
 
 def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str]:
-    """One line per stage: its layers, its share of a forward pass, its parameters and their bytes in the model's dtype.
+    """Describes each stage in a line: layers, share of a forward pass, parameters and their bytes in the model's dtype.
 
     Args:
         model: the full model, on any device.
@@ -111,7 +111,7 @@ def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str
 
 
 def _active_parameters(layer: nn.Module, config: Any) -> float:
-    """Parameters of a layer that a token uses: of the experts, the share that it is routed to."""
+    """Counts the parameters of a layer that a token uses; of the experts, only the share to which it is routed."""
     share = _chosen_share(config)
     return sum(p.numel() * (share if _routed(name) else 1.0) for name, p in layer.named_parameters())
 

@@ -1,7 +1,7 @@
 """The root module of every engine: a Hugging Face decoder, or a pipeline stage of it, including the (chunked) loss.
 
-The loss is computed inside the module, because a sharding engine gathers parameters only during a forward pass, and
-because with a chunked loss, fused with the head, the logits of the full sequence never exist.
+The module computes the loss for two reasons: a sharding engine gathers parameters only during a forward pass, and with
+a chunked loss, fused with the head, the logits of the full sequence never exist.
 
 Shapes: B samples, T positions of this rank (the sequence divided by cp), D features, V ids. Between the blocks of a
 tensor-parallel model hidden states are [B, T / tp, D].
@@ -31,24 +31,24 @@ class TokenCounter(Protocol):
     """The part of an `ExpertBalancer` that the decoder uses."""
 
     def begin_micro_batch(self, counted: Tensor) -> None:
-        """Sets which tokens of the coming forward pass count."""
+        """Sets which tokens of the next forward pass count."""
         ...
 
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """Settings by which a decoder is computed; none changes the result.
+    """Settings of a decoder's computation, which do not change the result.
 
     Attributes:
-        first: the decoder has the embedding: its input is ids.
-        last: the decoder has the head: its output is the loss.
+        first: whether the decoder has the embedding, so that its input is ids.
+        last: whether the decoder has the head, so that its output is the loss.
         tensor: tensor-parallel shards of this rank, or None.
         cp_attention: attention across the ranks of a sequence (context parallelism), or None.
-        chunks: positions of the sequence that this rank holds (`topology.sequence_chunks`); all when empty.
-        cp_size: ranks that share a sequence (cp).
+        chunks: this rank's positions of the sequence (`topology.sequence_chunks`); all when empty.
+        cp_size: number of ranks that share a sequence (cp).
         chunk: positions of each sample whose logits exist at the same time (chunked loss); all when None.
-        own_attention: whether attention is that of `models.attention`, which takes a context, or Hugging Face's.
-        dtype: dtype of queries, in which masks are made.
+        own_attention: whether attention is that of `models.attention`, which needs a context, not Hugging Face's.
+        dtype: dtype of queries and masks.
     """
 
     first: bool = True
@@ -67,14 +67,14 @@ class Decoder(nn.Module):
 
     Args:
         causal: Hugging Face's `...ForCausalLM`, possibly sharded by `parallel.tensor` and `parallel.stages`.
-        layout: settings by which the decoder is computed.
-        owners: canonical Hugging Face name -> the (module, attribute) pairs that hold the parameter.
+        layout: settings of the computation.
+        owners: canonical Hugging Face name -> the (module, attribute) pairs that have the parameter.
 
     Raises:
-        ValueError: a chunked loss, of a model whose head is no linear layer.
+        ValueError: the loss is chunked, but the head is not a linear layer.
 
     Attributes:
-        balancer: counter that is told before every forward pass which tokens count; None for a dense model.
+        balancer: counter that learns before every forward pass which tokens count; None for a dense model.
         record_attention: callback for the queries, keys and values of attention (`features.recording`); None otherwise.
     """
 
@@ -92,11 +92,11 @@ class Decoder(nn.Module):
             fuse_head(causal.get_output_embeddings())  # type: ignore[operator]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's current parameters, by Hugging Face name."""
+        """Returns this rank's current parameters, by Hugging Face name."""
         return {name: getattr(*pairs[0]) for name, pairs in self._owners.items()}
 
     def set_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Replaces a parameter in every module that holds it."""
+        """Replaces a parameter in every module that has it."""
         for module, key in self._owners[name]:
             module._parameters[key] = parameter
 
@@ -105,11 +105,11 @@ class Decoder(nn.Module):
 
         Args:
             inputs: int64 ids [B, T] on the first stage, hidden states of the previous stage on others.
-            batch: the micro-batch, also on stages that do not take its ids.
+            batch: the micro-batch, also on stages that do not use its ids.
             objective: the loss.
 
         Returns:
-            On the last stage (total, *parts): scalars, sums over targets. On others (hidden states,).
+            On the last stage (total, *parts), scalar sums over targets; on other stages (hidden states,).
         """
         if self.balancer is not None:
             self.balancer.begin_micro_batch(self._routed_tokens(batch))
@@ -130,13 +130,13 @@ class Decoder(nn.Module):
         return self._loss(self.gathered(hidden), batch, objective)
 
     def logits(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
-        """Computes the logits [B, T, V] by the forward pass of the model, which must not be split over ranks."""
+        """Computes the logits [B, T, V] by the model's own forward pass; the model must not be split over ranks."""
         arguments = self._attention_arguments(batch, inputs)
         logits: Tensor = self.causal(input_ids=inputs, **_cache_arguments(batch), **arguments).logits
         return logits
 
     def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
-        """The last hidden states [B, T / tp, D]; on the last stage the head's input. See `forward`."""
+        """Computes the last hidden states [B, T / tp, D], on the last stage the head's input; see `forward`."""
         named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
         hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
             **named, **_cache_arguments(batch), **self._attention_arguments(batch, inputs)
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         return hidden
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, D] of all positions of this rank's tp group."""
+        """Gathers hidden states [B, T, D] of all positions of this rank's tp group."""
         tensor = self.layout.tensor
         return hidden if tensor is None else all_gather(hidden, tensor.group, dim=1)
 
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         return layout.first and layout.last and layout.tensor is None and layout.chunk is None
 
     def _routed_tokens(self, batch: MicroBatch) -> Tensor:
-        """Marks the tokens between the blocks that are targets, bool [B, T / tp]: the shape that routers see."""
+        """Marks the target tokens, bool [B, T / tp], in the shape of the hidden states that routers get."""
         counted = batch.labels != IGNORE
         tensor = self.layout.tensor
         if tensor is None:
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         return arguments
 
     def _sequence_lengths(self, batch: MicroBatch) -> int | Tensor:
-        """See `SequenceLengths`."""
+        """Returns the sequence lengths for longrope, as in `SequenceLengths`."""
         if isinstance(batch, DecodingBatch):
             assert batch.positions is not None
             return lengths_so_far(batch.positions, batch.documents)
@@ -212,7 +212,7 @@ def _cache_arguments(batch: MicroBatch) -> dict[str, Any]:
 
 
 def parameter_owners(causal: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Hugging Face name -> the (module, attribute) pairs that hold the parameter; a tied one has several."""
+    """Maps Hugging Face names to the parameter's (module, attribute) pairs; a tied parameter has several pairs."""
     names = {id(p): name for name, p in causal.named_parameters()}
     owners: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in causal.modules():

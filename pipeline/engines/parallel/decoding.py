@@ -1,7 +1,7 @@
-"""The input of a forward pass that continues sequences: the tokens that are new, and the keys and values of the others.
+"""The input of a forward pass that continues sequences: the new tokens, and the keys and values of earlier tokens.
 
-Such a pass goes through the same decoder, in the same layout, as one of training. With a key/value cache its input is
-the tokens since the pass before; without one it is the whole sequence again.
+The pass uses the same decoder, in the same layout, as training. With a key/value cache its input is the tokens since
+the previous pass; without a cache, the whole sequence.
 
 Shapes: B samples, T positions of the input, S of the sequence up to its last token.
 """
@@ -26,35 +26,35 @@ class DecodingBatch(MicroBatch):
 
     Attributes:
         first: position of the first new token.
-        cache: keys and values of the positions before, to which the pass adds those of its own; None without a cache,
-            where `first` is 0.
+        cache: keys and values of earlier positions, to which the pass adds its own. Without a cache it is None, and
+            `first` is 0.
     """
 
     first: int = 0
     cache: DynamicCache | None = None
 
     def to(self, _device: torch.device) -> DecodingBatch:
-        """Returns itself: it was made on its device."""
+        """Returns itself, since it was made on its device."""
         return self
 
     def cache_arguments(self) -> dict[str, Any]:
-        """Arguments of a Hugging Face model for its cache."""
+        """Returns a Hugging Face model's arguments for the cache."""
         return {"use_cache": False} if self.cache is None else {"use_cache": True, "past_key_values": self.cache}
 
     def context(self, dtype: torch.dtype) -> AttentionContext:
-        """The context of `models.attention`, for queries of a dtype."""
+        """Makes the context of `models.attention`, for queries of a dtype."""
         return _DecodingContext(self.first + self.input_ids.shape[1], self.documents, {}, first=self.first, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class _DecodingContext(AttentionContext):
-    """An attention context whose masks are made by the first layer of a kind, and kept in `masks`."""
+    """An attention context in which the first layer of a kind makes the mask, which is then kept in `masks`."""
 
     first: int = 0
     dtype: torch.dtype = torch.float32
 
     def mask(self, window: int | None, query: Tensor) -> AttentionMask:
-        """The mask of a layer with a window."""
+        """Returns the mask of a layer with a window."""
         made: dict[int | None, AttentionMask] = self.masks  # type: ignore[assignment]
         if window not in made:
             place = {"first": self.first, "length": self.length, "dtype": self.dtype, "device": query.device}
@@ -78,7 +78,7 @@ def decoding_batch(
         positions: int64 [B, T], positions of the new tokens in their documents.
         documents: int32 [B, first + T], or None for one document.
         first: position of the first new token in the sequence.
-        cache: keys and values of the positions before; the caller crops those of the padding. None without a cache.
+        cache: keys and values of earlier positions, or None; the caller removes those of the padding.
         multiple: number of tensor-parallel ranks.
     """
     padding = -ids.shape[1] % multiple

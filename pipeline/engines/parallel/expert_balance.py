@@ -1,17 +1,17 @@
-"""Balances the experts of a mixture of experts over the global batch, alike in every layout, and measures their load.
+"""Balances a mixture of experts over the global batch, with the same result in every layout, and measures its load.
 
-For each layer, f_i is the fraction of the routed tokens of a step that expert i got, and P_i the mean probability that
-the router gave it (softmax of the router's logits). Only target tokens count. Both are of all micro-batches and ranks.
+For each layer, f_i is the fraction of a step's routed tokens that expert i got, and P_i its mean probability (softmax
+of the router's logits). Both cover the target tokens of all micro-batches and ranks.
 
 - Auxiliary loss: coefficient x sum over layers of E x sum_i f_i P_i, which is 1 per layer when the load is uniform.
-  Source: Fedus et al. 2021, Switch Transformer (arXiv:2101.03961), eq. 4-6. No gradient passes f, so that it may be
-  that of the previous step: then the loss is a sum over tokens, like cross-entropy, and no layout changes it. See
+  Source: Fedus et al. 2021, Switch Transformer (arXiv:2101.03961), eq. 4-6. Since f has no gradient, the previous
+  step's f can be used. The loss is then a sum over tokens, like cross-entropy, and the same in every layout. See
   decision 0014.
 - Correction bias: after each step, bias_i += rate x sign(mean load - load_i). Source: Wang et al. 2024
   (arXiv:2408.15664), algorithm 1.
 
-The gradient of the auxiliary loss enters at the router, in the backward pass of the stage that holds it. So neither
-losses nor pipeline stages pass it on.
+The gradient of the auxiliary loss is added at the router, in the backward pass of its stage. So losses and pipeline
+stages need not pass it on.
 
 Shapes: L layers with experts in the full model, E experts, K per token, N tokens of a micro-batch on this rank.
 """
@@ -44,7 +44,7 @@ _METRICS = (
 
 
 class ExpertBalancer:
-    """The experts' load and balance of one run; its results and its state are the same on every rank.
+    """The experts' load and balance in one run; results and state are the same on every rank.
 
     Args:
         section: the config's `moe`.
@@ -70,7 +70,7 @@ class ExpertBalancer:
         self._exchanges: list[ExpertExchange] | None = [] if exchanged else None
 
     def attach(self, causal: nn.Module) -> None:
-        """Observes the routers of this rank's part of the model; parameters may be replaced before or after."""
+        """Registers hooks on the routers of this rank's part of the model; parameters may still be replaced."""
         for router in find_routers(causal):
             index = self._layers[router.name]
             router.module.register_forward_hook(partial(self._observe, index, router.logits))
@@ -84,15 +84,14 @@ class ExpertBalancer:
         """Begins a step.
 
         Args:
-            scale: factor on the gradient of a sum over tokens in this step's backward passes, the same as on the
-                objective.
+            scale: factor on the gradient of a sum over tokens in this step's backward passes, as for the objective.
         """
         self._scale = scale
         self._sums.zero_()
         self._hold_biases()
 
     def begin_micro_batch(self, counted: Tensor) -> None:
-        """Sets which tokens of the coming forward pass count: bool, any shape, in the order that the routers see."""
+        """Sets which tokens of the next forward pass count: bool, any shape, in the routers' order."""
         self._tokens = counted.flatten()
 
     @torch.no_grad()
@@ -118,7 +117,7 @@ class ExpertBalancer:
         return metrics if self._exchanges is None else torch.cat([metrics, self._most_rows(self._exchanges)])
 
     def _most_rows(self, own: Sequence[ExpertExchange]) -> Tensor:
-        """Returns the most rows that any rank's experts got in a layer of a micro-batch of the step, fp64 [1]."""
+        """Returns the step's largest number of rows for a rank's experts in a layer of a micro-batch, fp64 [1]."""
         most = to_device([max((each.largest for each in own), default=0)], self._device)
         for each in own:
             each.largest = 0
@@ -127,13 +126,13 @@ class ExpertBalancer:
 
     @staticmethod
     def parts(values: Sequence[float]) -> dict[str, float]:
-        """Names the values that `end_step` returned; empty where no token was routed.
+        """Names the values that `end_step` returned; empty if no token was routed.
 
-        `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform), `expert_max_violation` and
-        `expert_mean_violation` (largest load / mean load - 1: of the worst layer, and the mean over layers; source:
-        arXiv:2408.15664, section 4.1), `expert_load_entropy` (mean over layers; 1 is uniform), `idle_experts` (experts
-        of all layers without a token), `largest_expert_rows` (expert parallelism: tokens, each for one of its experts,
-        that the busiest rank got in a layer of a micro-batch).
+        The names are `load_balance_loss` (mean over layers, without its coefficient; 1 is uniform),
+        `expert_max_violation` and `expert_mean_violation` (largest load / mean load - 1, in the worst layer and as the
+        mean over layers; source: arXiv:2408.15664, section 4.1), `expert_load_entropy` (mean over layers; 1 is
+        uniform), `idle_experts` (experts of all layers without a token), and with expert parallelism
+        `largest_expert_rows` (rows, one per token and expert, that the busiest rank got in a layer of a micro-batch).
         """
         metrics, layers, rows = values[: len(_METRICS)], values[len(_METRICS)], values[len(_METRICS) + 1 :]
         largest = {"largest_expert_rows": rows[0]} if rows else {}
@@ -141,25 +140,25 @@ class ExpertBalancer:
 
     @property
     def observed(self) -> bool:
-        """Whether every router has routed a token that counts since the step began, on this rank."""
+        """Whether every router on this rank has routed a counted token since the step began."""
         return bool((self._sums[0].sum(-1) > 0).all())
 
     def state_dict(self) -> dict[str, NamedShard | Tensor]:
-        """The load, under its checkpoint key: a copy, which `load_state_dict` reads back.
+        """Returns a copy of the load under its checkpoint key, for `load_state_dict`.
 
-        The biases are persistent buffers; call it before those are listed, since it makes them fp32.
+        Converts the biases, which are persistent buffers, to fp32; must therefore be called before these are listed.
         """
         self._hold_biases()
         return {named_state.EXPERT_LOAD: self._load.cpu().clone()} if self._coefficient else {}
 
     def load_state_dict(self, state: Mapping[str, NamedShard | Tensor]) -> None:
-        """Restores the state from a checkpoint that has been read into what `state_dict` returned."""
+        """Restores the state from a dict made by `state_dict`, into which a checkpoint has been read."""
         saved = state.get(named_state.EXPERT_LOAD)
         if isinstance(saved, Tensor):
             self._load.copy_(saved)
 
     def _hold_biases(self) -> None:
-        """Makes the buffers fp32: an engine may have converted them, and bf16 would round the updates away."""
+        """Converts the biases to fp32: an engine may have converted them to bf16, which would round updates away."""
         for name, (index, owner, held) in self._biases.items():
             current = owner._buffers[BIAS]
             assert current is not None
@@ -179,12 +178,12 @@ class ExpertBalancer:
         found = routed(output, logits_at)
         if found is None or self._tokens is None or not (module.training and torch.is_grad_enabled()):
             return None
-        # a recomputation in a backward pass (activation checkpointing) has been counted already
+        # the tokens of a recomputation (activation checkpointing) have been counted already
         if torch._C._current_graph_task_id() == -1:
             self._count(index, found.logits.detach(), found.indices)
         if not self._coefficient:
             return None
-        # of f - 1/E instead of f: the same gradient, as probabilities sum to 1, and less of it is rounding
+        # f - 1/E instead of f gives the same gradient, as probabilities sum to 1, with less rounding error
         factors = (self._load[index] - 1.0 / self._experts) * (self._coefficient * self._experts * self._scale)
         weights = _BalancingGradient.apply(found.weights, found.logits, self._tokens, factors)
         return (*output[: found.weights_at], weights, *output[found.weights_at + 1 :])
@@ -198,7 +197,7 @@ class ExpertBalancer:
         self._sums[1, index] += (logits.float().softmax(-1) * tokens[:, None].float()).sum(0)
 
     def _metrics(self, load: Tensor, probabilities: Tensor, seen: Tensor) -> Tensor:
-        """Returns the metrics of the layers that have routed tokens, and the number of these layers, fp64 [6]."""
+        """Returns metrics over the layers that have routed tokens, and the number of these layers, fp64 [6]."""
         layers = seen.sum()
 
         def mean(values: Tensor) -> Tensor:
@@ -215,7 +214,7 @@ class ExpertBalancer:
 def make_balancer(
     section: MoeSection, model: nn.Module, *, device: torch.device, exchanged: bool = False
 ) -> ExpertBalancer | None:
-    """The balancer of a model; None for one without routers that can be observed.
+    """Makes the balancer of a model; None for a model without observable routers.
 
     Args:
         section: the config's `moe`.
@@ -232,8 +231,8 @@ def make_balancer(
 class _BalancingGradient(torch.autograd.Function):
     """Returns the weights of the chosen experts unchanged; adds the gradient of the auxiliary loss to the logits'.
 
-    Tokens and factors are attributes, not saved tensors: activation checkpointing recomputes those, in a backward pass
-    during which another micro-batch may be the current one.
+    Tokens and factors are attributes, not saved tensors: activation checkpointing recomputes saved tensors in a
+    backward pass, when another micro-batch may be current.
     """
 
     @staticmethod
@@ -246,7 +245,7 @@ class _BalancingGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (logits,) = ctx.saved_tensors
         probabilities = logits.float().softmax(-1)
-        # of sum_i factor_i p_i: p_j (factor_j - sum_i factor_i p_i)
+        # the gradient of sum_i factor_i p_i: p_j (factor_j - sum_i factor_i p_i)
         mean = (probabilities * ctx.factors).sum(-1, keepdim=True)
         gradient = probabilities * (ctx.factors - mean) * ctx.tokens[:, None]
         return grads[0], gradient.to(logits.dtype), None, None

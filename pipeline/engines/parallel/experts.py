@@ -1,20 +1,22 @@
-"""Expert parallelism: each rank of an ep group holds some of the experts, and tokens go to them and back (all-to-all).
+"""Expert parallelism: each rank of an ep group has some of the experts; all-to-alls send tokens to experts and back.
 
-transformers keeps the experts of a layer in stacked parameters [E, ...] of one module, and calls a registered function
-by `config._experts_implementation`: this is one. The router, and whatever else a layer has, stay the model's own.
+transformers stores the experts of a layer in stacked parameters [E, ...] of one module, and calls the function
+registered under `config._experts_implementation`. This module registers one; the router and the rest of a layer stay
+unchanged.
 
-A row is a token for one of its experts. No row is dropped: a rank computes with all it gets. `ExpertExchange` is what
-an exchange does with a layer, and `AllToAll` the one of torch.distributed, without a capacity: ranks tell each other
-how many rows they send. Rows are sorted by expert with one gather, and back with one; a token's experts are added up at
-the rank it came from, in the order in which the router chose them. Others are in `fused_kernels`.
+A row is a token for one of its experts. No row is dropped: a rank computes all rows that it gets. `ExpertExchange` is
+the interface of an exchange. `AllToAll` uses torch.distributed and has no capacity limit: ranks tell each other how
+many rows they send. One gather sorts rows by expert, another sorts them back. A token's expert outputs are added up on
+the token's rank, in the order in which the router chose the experts. `fused_kernels` has other exchanges.
 
-The number of rows is read by the host, once per layer, since an all-to-all needs the sizes of its parts. Selective
-activation checkpointing keeps sizes and exchanged rows; full exchanges them again in the backward pass. Beside another
-micro-batch (`passes`) rows are exchanged, not sizes: the exchange cannot begin before they are read, and what another
-pass had launched before would delay it by as much as the device is idle now, from the read to the next launch.
+The host reads the number of rows once per layer, since an all-to-all needs the sizes of its parts. Selective activation
+checkpointing keeps sizes and exchanged rows; full checkpointing exchanges them again in the backward pass. With another
+micro-batch's pass beside it (`passes`) only the exchange of rows overlaps, not that of sizes. The exchange of rows
+cannot begin before the sizes are read, and kernels already launched by the other pass would delay it by as much as the
+device is now idle, from the read to the next launch.
 
-Shapes: N tokens of this rank, K experts of each, R ranks of the group, E experts, L = E / R of this rank, M rows that
-this rank gets, D features, F of an expert.
+Shapes: N tokens on this rank, K experts per token, R ranks in the group, E experts, L = E / R experts on this rank, M
+rows for this rank, D features, F features of an expert.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ _EXCHANGE = "expert_exchange"
 
 
 _ALIGNMENT = 16
-"""Bytes of which a row of either operand of `grouped_mm` has to be a multiple."""
+"""Bytes that must divide the size of a row in either operand of `grouped_mm`."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of stacked experts that transformers calls through its interface, with their names."""
+    """Yields the modules of stacked experts that transformers calls through its interface, with their names."""
     for name, module in model.named_modules():
         if hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed"):
             yield name, module
@@ -63,10 +65,10 @@ def check_expert_parallel(model: nn.Module, *, ep: int, ranks: int | None = None
     Args:
         model: a full Hugging Face causal language model, on any device.
         ep: size of the ep axis.
-        ranks: ranks of a pipeline stage, which ep has to divide, too; by default `ep`.
+        ranks: number of ranks of a pipeline stage, which ep has to divide, too; by default `ep`.
 
     Raises:
-        ConfigError: a dense model, experts that transformers does not stack, or a number that ep does not divide.
+        ConfigError: the model is dense, transformers does not stack its experts, or ep does not divide a number.
     """
     config: Any = model.config
     found = list(expert_modules(model))
@@ -94,18 +96,18 @@ def check_expert_parallel(model: nn.Module, *, ep: int, ranks: int | None = None
 
 
 class ExpertExchange(ABC):
-    """The exchange of one layer's rows between the ranks that hold its experts.
+    """The exchange of one layer's rows between the ranks that have its experts.
 
     Args:
         name: name of the module of experts, for messages.
-        group: the ep ranks; None for this one alone.
+        group: the ep ranks; None for only this rank.
         experts: E.
 
     Attributes:
         product: function that multiplies rows by their experts' matrices; `grouped_product` by default.
-        largest: largest M of a forward pass since it was set to 0.
-        imbalance: M / (N K) to assume on tensors without values (fake ones); None: M is read.
-        passes: runs another micro-batch's pass while rows are exchanged; None: the layer waits for them.
+        largest: largest M of a forward pass since this attribute was set to 0.
+        imbalance: M / (N K) to assume for fake tensors, which have no values; None to read M.
+        passes: runner of another micro-batch's pass while rows are exchanged; None to wait for the exchange.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, *, experts: int) -> None:
@@ -128,13 +130,13 @@ class ExpertExchange(ABC):
             weights: the router's weights of these experts [N, K].
 
         Returns:
-            Rows [M, D] for the experts of this rank, sorted by expert; the number of each expert's rows, int64 [L]; and
-            the argument `dispatched` of `combine`.
+            Rows [M, D] for this rank's experts, sorted by expert; the number of rows of each expert, int64 [L]; and the
+            argument `dispatched` of `combine`.
         """
 
     @abstractmethod
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
-        """Experts' outputs [M, D] -> the tokens' weighted sums [N, D], on the ranks that the tokens came from."""
+        """Combines experts' outputs [M, D] to the tokens' weighted sums [N, D], on the tokens' ranks."""
 
     def received(self, rows: Tensor) -> Tensor:
         """Counts the rows [M, D] that this rank got, and returns them."""
@@ -144,7 +146,7 @@ class ExpertExchange(ABC):
         return rows
 
     def run(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> sums over each token's experts [N, D]."""
+        """Maps tokens [N, D], experts int64 [N, K] and weights [N, K] to sums over each token's experts [N, D]."""
         self._rows = 0
         try:
             rows, counts, dispatched = self.dispatch(hidden, chosen, weights)
@@ -156,7 +158,7 @@ class ExpertExchange(ABC):
             raise
 
     def _computed(self, module: Any, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D] sorted by expert, `counts` [L] for each -> the experts' outputs [M, D]."""
+        """Computes the experts' outputs [M, D] for rows [M, D] sorted by expert, `counts` [L] per expert."""
         ends = counts.cumsum(0, dtype=torch.int32)
         experts = torch.arange(self._local, device=rows.device)
         experts = experts.repeat_interleave(counts, output_size=len(rows)) if module.has_bias else experts
@@ -169,7 +171,7 @@ class AllToAll(ExpertExchange):
     """Exchange by all-to-alls of torch.distributed."""
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """See `ExpertExchange.dispatch`: rows by rank, and for each rank by expert, are sorted here."""
+        """Implements `ExpertExchange.dispatch`. Rows arrive by rank, and per rank by expert, and are sorted here."""
         order, inverse = _sorted(chosen.reshape(-1))
         sent = torch.zeros(self._experts, dtype=torch.int64, device=chosen.device)
         sent.scatter_add_(0, chosen.reshape(-1), torch.ones_like(order))
@@ -181,7 +183,7 @@ class AllToAll(ExpertExchange):
         return _permuted(rows, *here), received.sum(0), (here, sizes[::-1], (inverse, order), weights)
 
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
-        """See `ExpertExchange.combine`: a token's experts are added up in the order of their weights."""
+        """Implements `ExpertExchange.combine`. A token's expert outputs are added up in the order of their weights."""
         (order, inverse), sizes, back, weights = dispatched
         rows = self._exchanged(_permuted(rows, inverse, order), sizes)
         rows = _permuted(rows, *back) * weights.reshape(-1, 1)
@@ -195,7 +197,7 @@ class AllToAll(ExpertExchange):
         return got
 
     def _sizes(self, sent: Tensor, total: int) -> tuple[Tensor, list[list[int]]]:
-        """Rows for every expert [E] -> rows from each rank for each expert here [R, L], and sizes (sent, received)."""
+        """Exchanges rows per expert [E]; returns rows per rank and expert here [R, L], and sizes (sent, received)."""
         if self._group is None:
             return sent[None], []
         parts = [self._local] * self._ranks
@@ -215,16 +217,16 @@ def apply_expert_parallel(
     names: dict[int, str],
     exchange: Callable[..., ExpertExchange] = AllToAll,
 ) -> dict[str, Rectangle]:
-    """Shards the experts of a model on meta in place; its layers then exchange rows with the other ranks.
+    """Shards the experts of a model on meta in place; its layers then exchange rows with other ranks.
 
     Args:
-        model: a full Hugging Face causal language model, or a pipeline stage of it, that `check_expert_parallel` took.
+        model: a full Hugging Face causal language model, or a stage of it, that `check_expert_parallel` accepted.
         group: the ep ranks.
         names: id of a parameter -> its name in the full model.
-        exchange: makes the exchange of a layer; called as `ExpertExchange`.
+        exchange: function that makes the exchange of a layer, with the arguments of `ExpertExchange`.
 
     Returns:
-        Name -> this rank's experts, of every sharded parameter.
+        Name of every sharded parameter -> this rank's experts in it.
     """
     boxes: dict[str, Rectangle] = {}
     for name, module in expert_modules(model):
@@ -248,17 +250,17 @@ def attach_exchange(
     *,
     exchange: Callable[..., ExpertExchange] = AllToAll,
 ) -> ExpertExchange:
-    """Makes a module of experts compute by our function; returns its exchange, which may exist already."""
+    """Makes a module of experts use our function; returns its exchange, which may exist already."""
     if not hasattr(module, _EXCHANGE):
         setattr(module, _EXCHANGE, exchange(name, group, experts=module.num_experts))
-        module.config = copy.copy(module.config)  # which other models may share
+        module.config = copy.copy(module.config)  # other models may share the config
         module.config._experts_implementation = NAME
     found: ExpertExchange = getattr(module, _EXCHANGE)
     return found
 
 
 def exchanges(model: nn.Module) -> list[ExpertExchange]:
-    """The exchanges of a model's layers; none where transformers' own function computes the experts."""
+    """Returns the exchanges of a model's layers; none if transformers' own function computes the experts."""
     return [getattr(module, _EXCHANGE) for module in model.modules() if hasattr(module, _EXCHANGE)]
 
 
@@ -276,7 +278,7 @@ def _even(total: int, ranks: int) -> list[int]:
 
 
 def _sorted(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """The order that sorts rows by expert, and its inverse."""
+    """Returns the order that sorts rows by expert, and its inverse."""
     order = experts.argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
@@ -284,12 +286,12 @@ def _sorted(experts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """Every row times its expert's matrix, in the dtype of both.
+    """Multiplies every row by its expert's matrix, in the dtype of both.
 
     Args:
         rows: [M, I], sorted by expert.
         weight: [L, O, I], or [L, I, O] where `transposed`.
-        ends: int32 [L], for each expert the index of the first row after its rows.
+        ends: int32 [L], index of the first row after each expert's rows.
         transposed: whether the inputs are the weight's second dim.
 
     Returns:
@@ -299,7 +301,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
 
 
 def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-    """Every row times its expert's matrix [F, D], or [D, F] where `is_transposed`, plus its bias."""
+    """Multiplies every row by its expert's matrix [F, D] ([D, F] if `is_transposed`), and adds the expert's bias."""
     weight: Tensor = getattr(module, name)
     exchange: ExpertExchange = getattr(module, _EXCHANGE)
     product = exchange.product(rows.to(weight.dtype), weight, ends, module.is_transposed)
@@ -336,7 +338,7 @@ class _RowExchange(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens [N, D] -> rows [N K, D] in an order. The gradient of a token is a sum in the order of its experts."""
+    """Maps tokens [N, D] to rows [N K, D] in an order. A token's gradient is summed in the order of its experts."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, each: int) -> Tensor:
@@ -357,7 +359,7 @@ def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """See `_permuted`; the backward pass is a gather too, where autograd's own would add up."""
+    """Implements `_permuted`; the backward pass is a gather, too, while autograd's own would add up."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

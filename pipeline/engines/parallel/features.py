@@ -1,9 +1,9 @@
-"""Intermediate results of a decoder, recorded during a forward pass: hidden states, queries, keys and values.
+"""Records intermediate results of a decoder in a forward pass: hidden states, queries, keys and values.
 
-Recorded tensors are part of the autograd graph, so that a loss of them trains the layers before. With activation
-checkpointing they are kept all the same, and the recomputation in the backward pass records nothing.
+Recorded tensors are part of the autograd graph, so that a loss on them trains earlier layers. Activation checkpointing
+does not free them, and the recomputation in the backward pass records nothing.
 
-Shapes: B samples, T positions of this rank, D features, H heads, K key/value heads, d head size; of a tensor-parallel
+Shapes: B samples, T positions of this rank, D features, H heads, K key/value heads, d head size; in a tensor-parallel
 decoder hidden states [B, T / tp, D] and H / tp, K / tp heads.
 """
 
@@ -23,7 +23,7 @@ from pipeline.models.decoder_layers import decoder_layers
 
 @dataclass(frozen=True)
 class WantedFeatures:
-    """Layers that are recorded.
+    """Layers to record.
 
     Attributes:
         hidden: layers whose output is recorded.
@@ -40,7 +40,7 @@ class Features:
 
     Attributes:
         hidden: layer -> its output, [B, T, D], before any final norm.
-        attention: layer -> queries [B, H, T, d], keys and values [B, K, T, d], as attention sees them: rotated.
+        attention: layer -> rotated queries [B, H, T, d], rotated keys [B, K, T, d], and values [B, K, T, d].
     """
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Features:
 
 @runtime_checkable
 class FeatureLoss(Protocol):
-    """An objective that also compares features of the student; the decoder calls it after the loss of the logits."""
+    """An objective that also compares the student's features; the decoder calls it after the loss on the logits."""
 
     wanted: WantedFeatures
     """Layers of the student that are recorded."""
@@ -68,7 +68,7 @@ class Recorded(Protocol):
 
 @contextmanager
 def recording(decoder: Recorded, wanted: WantedFeatures) -> Iterator[Features]:
-    """Records the features of forward passes in this context; after several, the last pass's."""
+    """Records features within a block; after several forward passes, those of the last."""
     features, layers = Features(), decoder_layers(decoder.causal)
     still = [True]
 
@@ -81,7 +81,7 @@ def recording(decoder: Recorded, wanted: WantedFeatures) -> Iterator[Features]:
     try:
         yield features
     finally:
-        still.clear()  # a recomputation calls it again
+        still.clear()  # a recomputation calls the hook again
         decoder.record_attention = None
         for hook in hooks:
             hook.remove()

@@ -1,8 +1,8 @@
-"""fp8 mixed precision: which linear layers and experts multiply in fp8, whether that can work here, their conversion.
+"""fp8 mixed precision: selects the linear layers and experts that multiply in fp8, checks support, converts layers.
 
-Weights, gradients, checkpoints and parameter names do not change: a product rounds its two operands to fp8, with
-scales that are computed from the operands themselves each time. Source of formats and per-tensor scaling: Micikevicius
-et al. 2022 (arXiv:2209.05433). The products are torchao's (`fp8_products`).
+Weights, gradients, checkpoints and parameter names do not change. A product rounds its two operands to fp8, with scales
+computed from the operands each time. Source of formats and per-tensor scaling: Micikevicius et al. 2022
+(arXiv:2209.05433). The products are torchao's (`fp8_products`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers, has_experts
 
 _CAPABILITY = {"mxfp8": (10, 0)}
-"""CUDA compute capability that a recipe needs; (8, 9), Ada and Hopper, where it is not listed."""
+"""CUDA compute capability that a recipe needs; for recipes not listed (8, 9), Ada and Hopper."""
 
 _EXPERTS_CAPABILITY = 9
-"""Major compute capability of torch's grouped products with scales per row: they are kernels of Hopper, and stop with
-an error on Blackwell (pytorch/pytorch#187095, of compute capability 10.3)."""
+"""Major compute capability of torch's grouped products with scales per row. These are kernels for Hopper, which fail on
+Blackwell (pytorch/pytorch#187095, with compute capability 10.3)."""
 
 _EXPERTS_BLOCK = 16
-"""Number of which the sizes of an expert's matrices have to be multiples, in every recipe."""
+"""Number that must divide the sizes of an expert's matrices, in every recipe."""
 
 _EXPERTS = "fp8.experts"
 
@@ -46,9 +46,9 @@ class Fp8Layers:
 
     Attributes:
         converted: names of the linear layers that multiply in fp8.
-        excluded: names of the linear layers whose sizes fp8 kernels do not take, and of routers.
+        excluded: names of routers, and of linear layers whose sizes fp8 kernels do not support.
         experts: names of the modules of experts whose grouped products are in fp8.
-        excluded_experts: names of the other modules of experts; `experts` alone where they are no modules.
+        excluded_experts: names of all other modules of experts; just "experts" if they are not modules.
     """
 
     converted: tuple[str, ...]
@@ -58,7 +58,7 @@ class Fp8Layers:
 
     @property
     def text(self) -> str:
-        """One line on the layers; their numbers are `*`."""
+        """Describes the layers in one line, with `*` for layer numbers."""
         total = len(self.converted) + len(self.excluded)
         shown = f"{len(self.converted)} of {total} linear layers in decoder layers"
         if self.experts:
@@ -80,7 +80,7 @@ def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int) -> Fp8Layers:
     experts = {name: fits for name, _, fits in _experts(model, section)}
     config: Any = model.config
     if not experts and not any(".experts." in name for name in excluded) and has_experts(config.to_dict()):
-        experts = {"experts": False}  # which transformers does not call through its interface
+        experts = {"experts": False}  # transformers does not call these experts through its interface
     in_fp8, in_bf16 = (tuple(name for name, fits in experts.items() if fits is wanted) for wanted in (True, False))
     return Fp8Layers(tuple(converted), tuple(excluded), in_fp8, in_bf16)
 
@@ -91,12 +91,12 @@ def experts_in_fp8(section: Fp8Section, model: nn.Module) -> bool:
 
 
 def torchao_note() -> str | None:
-    """Returns a plan's note on fp8 where torchao is not installed; None where it is."""
+    """Returns a plan's note on fp8 if torchao is not installed; otherwise None."""
     return None if find_spec("torchao") else f"fp8 needs torchao, which is not installed here: {_INSTALL}."
 
 
 def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool = True) -> None:
-    """Refuses fp8 that cannot work with the installed packages or with this model, on whatever machine.
+    """Refuses fp8 that cannot work with the installed packages or with this model, on any machine.
 
     Args:
         section: the config's `fp8`.
@@ -105,7 +105,7 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
         packages: whether torchao has to be installed here.
 
     Raises:
-        ConfigError: torchao is missing, no layer has sizes that fp8 kernels take, or experts do not have the recipe.
+        ConfigError: torchao is missing, fp8 kernels support no layer's sizes, or experts do not support the recipe.
     """
     if not section.enabled:
         return
@@ -125,7 +125,7 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
 
 
 def check_fp8_device(section: Fp8Section, device: torch.device, *, experts: bool = False) -> None:
-    """Refuses fp8 on a device whose hardware does not have it, before a process group exists.
+    """Refuses fp8 on a device without fp8 hardware, before a process group exists.
 
     Args:
         section: the config's `fp8`.
@@ -146,7 +146,7 @@ def check_fp8_device(section: Fp8Section, device: torch.device, *, experts: bool
 
 
 def check_fp8_capability(section: Fp8Section, found: tuple[int, int], *, name: str, experts: bool) -> None:
-    """Refuses fp8 on a GPU whose hardware does not have it.
+    """Refuses fp8 on a GPU without fp8 hardware.
 
     Args:
         section: the config's `fp8`.
@@ -175,8 +175,8 @@ def check_fp8_capability(section: Fp8Section, found: tuple[int, int], *, name: s
 def apply_fp8(model: nn.Module, section: Fp8Section) -> None:
     """Makes the linear layers of a model's decoder layers, and its experts, multiply in fp8, in place.
 
-    Call it after expert and tensor parallelism, whose shards are what is multiplied, and before compilation and
-    sharding. Experts in fp8 compute by the function of expert parallelism without it, too.
+    Must be called after expert and tensor parallelism, whose shards are multiplied, and before compilation and
+    sharding. Experts in fp8 use the function of expert parallelism even without expert parallelism.
 
     Args:
         model: this rank's part of the model, on any device.
@@ -200,7 +200,7 @@ def apply_fp8(model: nn.Module, section: Fp8Section) -> None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
-    """Yields every linear layer within decoder layers once, and whether it sees all tokens and chooses no experts."""
+    """Yields every linear layer within decoder layers once, and whether it gets all tokens and is not a router."""
     routers = {id(part) for router in find_routers(model) for part in router.module.modules()}
     seen: set[int] = set()
     for prefix, layer in model.named_modules():
@@ -210,7 +210,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
             if type(module) in (nn.Linear, RowwiseLinear) and id(module) not in seen:
                 seen.add(id(module))
                 routes = id(module) in routers or is_router(name)
-                # experts as single modules see another number of tokens each time, not a multiple of 16
+                # experts as separate modules get varying numbers of tokens, not multiples of 16
                 yield name, module, not routes and ".experts." not in name
 
 
@@ -219,7 +219,7 @@ def _fits(out: int, inner: int, block: int) -> bool:
 
 
 def _experts(model: nn.Module, section: Fp8Section) -> Iterator[tuple[str, Any, bool]]:
-    """The modules of stacked experts, with their names, and whether they are to multiply in fp8."""
+    """Yields the modules of stacked experts, with their names, and whether they multiply in fp8."""
     for name, module in expert_modules(model):
         sizes = [size for each in module.parameters() if each.ndim == 3 for size in each.shape[1:]]
         yield name, module, section.experts and not any(size % _EXPERTS_BLOCK for size in sizes)

@@ -1,11 +1,11 @@
 """Linear layers whose three matrix products (output, input gradient, weight gradient) are computed in fp8 by torchao,
 and the grouped products of experts.
 
-A layer changes its class in place, so that its name, its parameters and its hooks stay. Imports torchao: only
-`parallel.fp8` imports this module, where a config enables fp8.
+A layer changes its class in place, so that its name, its parameters and its hooks stay. The module imports torchao;
+only `parallel.fp8` imports it, if a config enables fp8.
 
-torchao 0.18's own grouped product (prototype.moe_training) takes experts' rows in multiples of 16 alone, and has no
-emulation, so that scales and rounding are torchao's and the product is torch's.
+torchao 0.18's own grouped product (prototype.moe_training) requires that experts' rows are multiples of 16, and has no
+emulation. So scales and rounding are torchao's, and the product is torch's.
 
 Shapes: features [..., D_in], weight [D_out, D_in], output [..., D_out]; M rows of L experts with weights [L, O, I].
 """
@@ -40,8 +40,8 @@ from pipeline.engines.parallel.tensor import RowwiseLinear
 class _ScaledProduct(torch.autograd.Function):
     """torchao's products, with the weight itself saved for the backward pass.
 
-    torchao saves its transpose, a view: under ZeRO-3 that keeps the storage of the gathered weight, which DeepSpeed
-    replaces when it frees a weight, until the backward pass has used it.
+    torchao saves the weight's transpose, a view. Under ZeRO-3, where DeepSpeed frees a weight by replacing its storage,
+    the view would keep the gathered weight's storage until the backward pass.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class Float8Scaling:
     def __init__(self, section: Fp8Section) -> None:
         recipe = Float8LinearConfig.from_recipe_name(section.recipe)
         self._config = dataclasses.replace(recipe, emulate=section.emulate)
-        # what torchao makes of the recipe; its conversion also corrects a fault of inductor's fp8 kernels
+        # torchao's form of the recipe; its conversion also corrects a fault of inductor's fp8 kernels
         template = nn.Sequential(nn.Linear(16, 16, device="meta"))
         self._products = convert_to_float8_training(template, config=self._config)[0].linear_mm_config
 
@@ -100,8 +100,8 @@ class MxScaling:
 class GroupedScaling:
     """Grouped products of experts, with one scale per row of either operand, a power of two.
 
-    Output and gradient of the rows are in fp8 (e4m3). The gradient of the weights is in bf16: tensor cores take fp8
-    operands with the dim that is summed over in order, here the rows of an expert, which would have to begin at a
+    The products for the output and the rows' gradient are in fp8 (e4m3). The product for the weights' gradient is in
+    bf16: for fp8, tensor cores need the summed dim contiguous, here an expert's rows, which would have to begin at a
     multiple of 16.
     """
 
@@ -109,13 +109,13 @@ class GroupedScaling:
         self._emulate = section.emulate
 
     def __call__(self, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-        """See `experts.grouped_product`; differentiable."""
+        """Computes `experts.grouped_product`; differentiable."""
         output: Tensor = _GroupedProduct.apply(rows, weight, ends, transposed, self._emulate)
         return output
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """See `GroupedScaling`. Saves the weight itself, as `_ScaledProduct` does."""
+    """Implements `GroupedScaling`; saves the weight itself, as `_ScaledProduct` does."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, emulate: bool) -> Tensor:
@@ -137,8 +137,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _scaled(rows: Tensor, weight: Tensor, ends: Tensor, *, emulate: bool, fast: bool) -> Tensor:
-    """Rows [M, I] times matrices [L, O, I], each in fp8 with a scale per row -> [M, O]. `fast`: accumulates faster, and
-    less exactly, as torchao does for outputs and not for gradients."""
+    """Multiplies rows [M, I] by matrices [L, O, I], both in fp8 with a scale per row -> [M, O]. `fast` accumulates
+    faster but less exactly, as torchao does for outputs, not for gradients."""
     (left, left_scale), (right, right_scale) = _rounded(rows), _rounded(weight)
     if emulate:
         values = F.grouped_mm(left.float() * left_scale, (right.float() * right_scale).mT, offs=ends)
@@ -146,12 +146,12 @@ def _scaled(rows: Tensor, weight: Tensor, ends: Tensor, *, emulate: bool, fast: 
     if not len(rows):
         return rows.new_empty(0, weight.shape[1])
     scales = left_scale.squeeze(-1), right_scale.squeeze(-1)
-    # F.scaled_grouped_mm, its public name, has no kernel for fake tensors in torch 2.13
+    # the public F.scaled_grouped_mm has no kernel for fake tensors in torch 2.13
     return torch._scaled_grouped_mm(left, right.mT, *scales, ends, out_dtype=rows.dtype, use_fast_accum=fast)
 
 
 def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [..., I] -> e4m3, row by row in memory, and the factor to multiply each row by, fp32 [..., 1]."""
+    """Rounds values [..., I] to e4m3, row-major; returns them and the factor of each row, fp32 [..., 1]."""
     scale = tensor_to_scale(
         values,
         torch.float8_e4m3fn,
@@ -159,7 +159,7 @@ def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
         axiswise_dim=-1,
         round_scales_to_power_of_2=True,
     )
-    # a power of two changes no digit, so that the product needs no fp32, and the largest value stays below e4m3's
+    # a power of two changes no digit, so the product does not need fp32; the largest value stays below e4m3's limit
     return (values * scale.to(values.dtype)).to(torch.float8_e4m3fn).contiguous(), scale.reciprocal()
 
 
@@ -169,7 +169,7 @@ class Fp8Linear(nn.Linear):
     scaling: Float8Scaling | MxScaling
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features [..., I] -> outputs [..., O] in the dtype of the features, bias included."""
+        """Computes outputs [..., O] from features [..., I], in the features' dtype, bias included."""
         out = self.scaling(features, self.weight)
         return out if self.bias is None else out + self.bias
 
@@ -180,7 +180,7 @@ class Fp8RowwiseLinear(RowwiseLinear):
     scaling: Float8Scaling | MxScaling
 
     def product(self, features: Tensor) -> Tensor:
-        """See `RowwiseLinear.product`."""
+        """Implements `RowwiseLinear.product`."""
         return self.scaling(features, self.weight)
 
 
@@ -191,5 +191,5 @@ def to_fp8(linear: nn.Linear, scaling: Float8Scaling | MxScaling) -> None:
 
 
 def scaling_of(section: Fp8Section) -> Float8Scaling | MxScaling:
-    """The scaling that a config selects; one object for all layers, so that they share a compiled graph."""
+    """Returns the scaling that a config selects; one object for all layers, so that they share a compiled graph."""
     return MxScaling(section) if section.recipe == "mxfp8" else Float8Scaling(section)

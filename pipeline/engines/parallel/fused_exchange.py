@@ -1,12 +1,12 @@
-"""Expert parallelism by kernels that send rows, and sum at each rank the rows that return to one token (DeepEP).
+"""Expert parallelism with kernels (DeepEP) that send rows, and sum a token's rows on each rank before returning them.
 
-`RowKernels` is what such a package has to do; `fused_kernels` has those there are. A kernel's handle is its record of a
-routing: each backward pass is the other kernel, with the handle of the forward pass. Rows of one expert may be in
-another order in each dispatch, and activation checkpointing computes the rows again: so the tensors of a handle are
-kept as activations are, and the backward pass uses those of the dispatch that sent its rows.
+`RowKernels` is the interface of a kernel package; `fused_kernels` lists the packages. A kernel's handle is its record
+of a routing: the backward pass of each kernel is the other kernel, with the handle of the forward pass. The order of an
+expert's rows may vary between dispatches, and activation checkpointing computes the rows again. So the tensors of a
+handle are stored like activations, and the backward pass uses the handle of the dispatch that sent its rows.
 
-What differs from `AllToAll`: weights travel with the rows and multiply them there, and a token's rows are added up on
-each rank before they are over the ranks, rounded to the kernels' dtype between.
+There are two differences from `AllToAll`. Weights are sent with the rows and multiply them on the expert's rank. A
+token's rows are added up on each rank first, rounded to the kernels' dtype, and then over the ranks.
 
 Shapes: as in `experts`.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.engines.parallel.experts import ExpertExchange
 
 Handle = tuple[Any, ...]
-"""A kernel's record of a routing: tensors and other values, which depend on the routing alone."""
+"""A kernel's record of a routing: tensors and other values that depend only on the routing."""
 
 
 class RowKernels(Protocol):
@@ -35,19 +35,19 @@ class RowKernels(Protocol):
     dtype: torch.dtype
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """Tokens [N, D], their experts int64 [N, K] and weights [N, K] -> the rows of this rank's experts.
+        """Sends tokens [N, D], with experts int64 [N, K] and weights [N, K]; returns the rows of this rank's experts.
 
         Returns:
-            Rows [M, D] sorted by expert, their weights [M], rows of each expert int64 [L] on the device, and a handle.
+            Rows [M, D] sorted by expert, their weights [M], rows per expert int64 [L] on the device, and a handle.
         """
         ...
 
     def dispatch_again(self, hidden: Tensor, handle: Handle, *, rows: int) -> Tensor:
-        """Other values of the same tokens [N, D] -> their rows [M, D], in the order of the handle's dispatch."""
+        """Sends other values [N, D] of the same tokens; returns rows [M, D] in the order of the handle's dispatch."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """Rows [M, D] -> sums over each token's rows [N, D]; weights [M], where given, go back to [N, K]."""
+        """Returns sums of rows [M, D] over each token's rows [N, D]; weights [M], if given, return as [N, K]."""
         ...
 
 
@@ -66,13 +66,13 @@ class FusedExchange(ExpertExchange):
         self._kernels = kernels
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """See `ExpertExchange.dispatch`."""
+        """Implements `ExpertExchange.dispatch`."""
         hidden = hidden.to(self._kernels.dtype).contiguous()
         rows, here, counts, handle = _Dispatch.apply(hidden, chosen, weights.float().contiguous(), self._kernels)
         return self.received(rows), counts, (here, handle)
 
     def combine(self, rows: Tensor, dispatched: Any) -> Tensor:
-        """See `ExpertExchange.combine`."""
+        """Implements `ExpertExchange.combine`."""
         weights, handle = dispatched
         rows = (rows * weights.unsqueeze(1)).to(self._kernels.dtype)
         combined: Tensor = _Combine.apply(rows, handle, self._kernels)
@@ -108,7 +108,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _keep(ctx: Any, handle: Handle) -> None:
-    """Keeps a handle for the backward pass; its tensors as activations, which a recomputation replaces."""
+    """Stores a handle for the backward pass; its tensors are stored as activations, which a recomputation replaces."""
     ctx.save_for_backward(*(part for part in handle if isinstance(part, Tensor)))
     ctx.handle = tuple(_TENSOR if isinstance(part, Tensor) else part for part in handle)
 
@@ -119,4 +119,4 @@ def _kept(ctx: Any) -> Handle:
 
 
 _TENSOR = object()
-"""Placeholder for a handle's tensor."""
+"""Placeholder for a tensor in a handle."""

@@ -1,13 +1,14 @@
-"""The head fused with the loss: the gradient of the logits is made in the forward pass, chunk by chunk.
+"""The head fused with the loss: the gradient of the logits is computed in the forward pass, chunk by chunk.
 
-For every chunk of rows: logits = hidden @ weight^T, the loss in fp32, and at once the gradients of the chunk's hidden
-states and of the weight. So the logits of all rows never exist, and nothing is recomputed: 3 matrix products of
-R x D x V in all. Between the passes the gradients are kept: [R, D], and [V, D] in fp32 (in the weight's own dtype with
-one chunk); the backward pass multiplies them by the gradient of the total. Source of the idea: Hsu et al. 2024, Liger
-Kernel (arXiv:2410.10989), section 3.2; Wijmans et al. 2024, Cut Cross-Entropy (arXiv:2411.09009) compares others.
+For every chunk of rows it computes logits = hidden @ weight^T, the loss in fp32, and at once the gradients of the
+chunk's hidden states and of the weight. So the logits of all rows never exist, and nothing is recomputed: 3 matrix
+products of R x D x V in all. Between the passes the gradients are stored: [R, D], and [V, D] in fp32 (with one chunk,
+in the weight's dtype). The backward pass multiplies them by the gradient of the total. Source of the idea: Hsu et al.
+2024, Liger Kernel (arXiv:2410.10989), section 3.2; Wijmans et al. 2024, Cut Cross-Entropy (arXiv:2411.09009) compares
+others.
 
-The head stays a module that is called, so that the hooks with which FSDP2 and ZeRO-3 gather its weight run, once per
-micro-batch whatever the number of chunks.
+The head stays a module that is called, so that the hooks with which FSDP2 and ZeRO-3 gather its weight run; once per
+micro-batch, for any number of chunks.
 
 Shapes: B samples, T positions, R = B x T rows, D features, V columns of this rank's shard of the vocabulary.
 """
@@ -27,7 +28,7 @@ from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 
 FP16_SCALE = 64.0
-"""Factor on gradients made in fp16 before the loss scale is known: probabilities below 6e-8 would round to 0."""
+"""Factor on fp16 gradients computed before the loss scale is known: probabilities below 6e-8 would round to 0."""
 
 
 class LossSums(Protocol):
@@ -35,7 +36,7 @@ class LossSums(Protocol):
 
     @property
     def total(self) -> Tensor:
-        """Scalar, fp32; its gradient is taken."""
+        """Scalar to differentiate, fp32."""
         ...
 
     @property
@@ -71,14 +72,14 @@ def total_and_parts(loss: LossSums) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class LossTask:
-    """The loss that a head is to compute.
+    """The loss for a head to compute.
 
     Attributes:
         objective: the loss.
         labels: int64 [B, T].
         extra_targets: the objective's targets besides the labels, each [B, T, ...].
         vocabulary: this rank's shard of the vocabulary.
-        rows: rows whose logits exist at a time.
+        rows: number of rows whose logits exist at a time.
     """
 
     objective: LossFunction
@@ -89,13 +90,13 @@ class LossTask:
 
 
 class FusedHead(nn.Linear):
-    """A head, made from a linear layer in place, that returns logits, or the loss when called with a `LossTask`."""
+    """A head, made from a linear layer in place, that returns logits, or with a `LossTask` the loss."""
 
     compiled: Callable[..., Any] | None = None
     """The compiled `loss_and_gradient`; see `parallel.compilation`."""
 
     def forward(self, hidden: Tensor, *, task: LossTask | None = None) -> Any:
-        """Hidden states [B, T, D] -> logits [B, T, V], or (total, *parts): scalars, sums over targets."""
+        """Maps hidden states [B, T, D] to logits [B, T, V], or with a task to (total, *parts): sums over targets."""
         if task is None:
             return super().forward(hidden)
         with_gradient = torch.is_grad_enabled() and any(
@@ -134,9 +135,9 @@ def loss_and_gradient(
 
 
 class _FusedLoss(torch.autograd.Function):
-    """A loss whose gradients are made in the forward pass; a backward pass only scales them, and can be repeated.
+    """A loss whose gradients are computed in the forward pass; a backward pass only scales them, and can be repeated.
 
-    A zero-bubble schedule runs it twice, for the gradients of the hidden states and of the weight.
+    A zero-bubble schedule runs the backward pass twice, for the gradients of the hidden states and of the weight.
     """
 
     @staticmethod
@@ -146,7 +147,7 @@ class _FusedLoss(torch.autograd.Function):
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         ctx.scale = FP16_SCALE if hidden.dtype == torch.float16 else 1.0
         chunks = _chunks(hidden, task)
-        # several chunks are added up in fp32; a single one is rounded once, as without fusion
+        # several chunks are added up in fp32; a single chunk is rounded once, as without fusion
         sum_dtype = weight.dtype if len(chunks) == 1 else torch.promote_types(weight.dtype, torch.float32)
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if for_hidden else None
         weight_gradient: Tensor | None = None
@@ -182,7 +183,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: LossTask) -> tuple[Tensor, ...]:
-    """Computes (total, *parts), without any work for gradients."""
+    """Computes (total, *parts) without gradients."""
     sums = []
     for rows, labels, *extra_targets in _chunks(hidden, task):
         logits = F.linear(rows, weight, bias).unsqueeze(0)
@@ -206,7 +207,7 @@ def _added(sums: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 def _scaled(saved: Tensor | None, dtype: torch.dtype, factor: Tensor) -> Tensor | None:
     if saved is None:
         return None
-    # one pass over the memory: the product is rounded to the other dtype as it is written
+    # one pass over the memory: the product is rounded to the other dtype while it is written
     return torch.mul(saved, factor.to(saved.dtype), out=torch.empty_like(saved, dtype=dtype))
 
 
@@ -221,7 +222,7 @@ def _accumulated(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
     return total
 
 
-# An operator of its own, because torch 2.13's FLOP counter fails on addmm with out_dtype.
+# A separate operator, because torch 2.13's FLOP counter fails on addmm with out_dtype.
 @torch.library.custom_op("headrace::add_product", mutates_args=("total",))
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.is_cuda:

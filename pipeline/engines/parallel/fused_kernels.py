@@ -1,6 +1,6 @@
-"""The exchanges that `parallel.ep_exchange` names: torch's all-to-all, DeepEP and HybridEP, and where each works.
+"""The exchanges that `parallel.ep_exchange` can name: torch's all-to-all, DeepEP and HybridEP, and their requirements.
 
-The kernels of the two packages are in `pipeline.engines.experimental`, which a run that names them imports.
+The kernels of DeepEP and HybridEP are in `pipeline.engines.experimental`, which only a run that names them imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.engines.parallel.experts import AllToAll, ExpertExchange, expert_m
 from pipeline.engines.parallel.fused_exchange import FusedExchange, RowKernels
 
 _CAPABILITY = (9, 0)
-"""CUDA compute capability that both need: they are written for Hopper's instructions (TMA)."""
+"""CUDA compute capability that both packages need, since they use Hopper's instructions (TMA)."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Package:
     """An exchange of a package.
 
     Attributes:
-        kernels: class in `pipeline.engines.experimental.expert_kernels`, made of a group, `experts` and `tokens`.
+        kernels: class in `pipeline.engines.experimental.expert_kernels`; arguments: group, `experts`, `tokens`.
         file: file of the package deep_ep that shows, without an import, whether the exchange is installed.
-        install: source to install it from.
-        hidden: number of which D has to be a multiple.
-        experts: number of which E has to be a multiple.
-        most_chosen: the largest K; None without one.
+        install: source from which to install the package.
+        hidden: number that must divide D.
+        experts: number that must divide E.
+        most_chosen: the largest K; None without a limit.
     """
 
     kernels: str
@@ -54,13 +54,13 @@ PACKAGES = {
         "HybridEP", "hybrid_ep_buffer.py", "branch hybrid-ep of github.com/deepseek-ai/DeepEP", hidden=16, experts=4
     ),
 }
-"""Exchanges by `parallel.ep_exchange`; `all_to_all` is `AllToAll`."""
+"""Value of `parallel.ep_exchange` -> package; `all_to_all` is `AllToAll`."""
 
 _KEY = "parallel.ep_exchange"
 
 
 def exchange_of(run: ResolvedRun) -> Callable[..., ExpertExchange]:
-    """Makes the exchanges of a model's layers, which share their kernels; called as `ExpertExchange`."""
+    """Returns a function, called as `ExpertExchange`, that makes the layers' exchanges with shared kernels."""
     name, topology = expert_exchange(run.config), run.topology
     if name not in PACKAGES:
         return AllToAll
@@ -77,15 +77,15 @@ def exchange_of(run: ResolvedRun) -> Callable[..., ExpertExchange]:
 
 
 def check_exchange(name: str, model: nn.Module, *, packages: bool = True) -> None:
-    """Refuses an exchange whose package is missing, or whose kernels do not take a model's sizes.
+    """Refuses an exchange whose package is missing, or whose kernels do not support a model's sizes.
 
     Args:
-        name: `parallel.ep_exchange`, of a run with expert parallelism.
+        name: `parallel.ep_exchange` in a run with expert parallelism.
         model: a full Hugging Face causal language model, on any device.
         packages: whether the package has to be installed here.
 
     Raises:
-        ConfigError: says what works.
+        ConfigError: the exchange cannot work; names one that works.
     """
     if name not in PACKAGES:
         return
@@ -107,10 +107,10 @@ def check_exchange(name: str, model: nn.Module, *, packages: bool = True) -> Non
 
 
 def check_exchange_device(run: ResolvedRun, device: torch.device) -> None:
-    """Refuses an exchange on a device that its kernels are not for, before a process group exists.
+    """Refuses an exchange on a device that its kernels do not support, before a process group exists.
 
     Raises:
-        ConfigError: the device is no GPU of Hopper or later.
+        ConfigError: the device is not a GPU of Hopper or later.
     """
     name = expert_exchange(run.config)
     if run.topology.ep == 1 or name not in PACKAGES:

@@ -1,7 +1,7 @@
-"""Pre-flight check of `model.keep_layers`: a tiny model without layers computes the same as one that skips them.
+"""Pre-flight check of `model.keep_layers`: a tiny model without the other layers has to equal one that skips them.
 
-A config may name layers by their position in more ways than are known here (GPT-2 divides attention by the number of
-the layer). So it is tried: the logits of the kept layers are those of the original whose other layers do nothing.
+A model may depend on layer positions in ways that are not known here (GPT-2 divides attention by the layer's number).
+So a tiny model is tried: the kept layers must have the logits of the original model whose other layers do nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def check_kept_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Refuses layers whose computation changes with their position.
 
     Args:
-        config: the original model's Hugging Face config. If no tiny model of it can be built, other checks decide.
-        layers: `model.keep_layers`. Logits are compared in the original's order; in another order, it is only checked
-            that every layer finds its parameters.
+        config: the original model's Hugging Face config. If its tiny model cannot be built, other checks decide.
+        layers: `model.keep_layers`. Logits are compared for layers in the original order; for another order, only the
+            presence of every layer's parameters is checked.
 
     Raises:
         ConfigError: a tiny model with only these layers fails, or its logits differ.
@@ -70,7 +70,7 @@ def _refused(config: PretrainedConfig, layers: Sequence[int], what: str) -> Conf
 
 
 class _OriginalValues(RandomValues):
-    """The values of the whole model's parameters, under the names that they have in the model of the kept layers."""
+    """Values of the whole model's parameters, by their names in the model of the kept layers."""
 
     def __init__(self, whole: nn.Module, layers: Sequence[int]) -> None:
         super().__init__(whole)
@@ -81,7 +81,7 @@ class _OriginalValues(RandomValues):
 
 
 def _kept(original: nn.Module, whole: PretrainedConfig, layers: Sequence[int]) -> nn.Module:
-    """The model of some layers, with the values that they have in the original."""
+    """Builds the model of some layers, with their values in the original."""
     model = build_meta(keep_layers(whole, layers), dtype=torch.float32, attn_implementation="eager")
     materialize(model, _OriginalValues(original, layers), device=torch.device("cpu"))
     return model
@@ -89,7 +89,7 @@ def _kept(original: nn.Module, whole: PretrainedConfig, layers: Sequence[int]) -
 
 @torch.no_grad()
 def _logits(model: Any, *, without: set[int] = frozenset()) -> Tensor:  # type: ignore[assignment]
-    """The logits [1, T, V] of a model some of whose layers return their input."""
+    """Computes the logits [1, T, V] of a model; layers in `without` return their input."""
     layers = decoder_layers(model)
     hooks = [layers[number].register_forward_hook(_input, with_kwargs=True) for number in without]
     logits: Tensor = model.eval()(input_ids=torch.arange(_T)[None] % _V, use_cache=False).logits

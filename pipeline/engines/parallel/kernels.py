@@ -1,13 +1,13 @@
 """Flash attention kernels that also return the log-sum-exp, with which ring attention merges chunks of the keys.
 
-`F.scaled_dot_product_attention` does not return the log-sum-exp; the operators beneath it do. Where they do not run
-(fp32 on a GPU, a head size that is not a multiple of 8), plain matrix products are used, with T x T scores per head.
+`F.scaled_dot_product_attention` does not return the log-sum-exp, but its underlying operators do. Where these do not
+run (fp32 on a GPU, a head size that is not a multiple of 8), plain matrix products are used, with T x T scores per
+head.
 
-Blocks with a document mask or a sliding window are computed by FlexAttention on a GPU, and with an additive mask on a
-CPU.
+On a GPU, FlexAttention computes blocks with a document mask or a sliding window; on a CPU an additive mask is used.
 
-Values may be narrower than keys (multi-head latent attention): the flash kernels take one head size, and get the
-narrower ones with columns of zeros.
+Values may be narrower than keys (multi-head latent attention). The flash kernels support one head size, so the narrower
+tensors get columns of zeros.
 
 Shapes: queries [B, H, T, d], keys [B, K, T', d], values [B, K, T', e], log-sum-exp fp32 [B, H, T]; H is a multiple of
 K.
@@ -33,12 +33,12 @@ aten: Any = torch.ops.aten
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, T, e] and log-sum-exp of the scores; 0 and minus infinity for a query that attends to no key.
+    """Returns output [B, H, T, e] and log-sum-exp of the scores; 0 and minus infinity for a query without keys.
 
     Args:
         query, key, value: queries, and keys and values of a block.
         scale: factor on the scores.
-        mask: keys that each query attends to. `CAUSAL`: query t to keys 0 to t; T' is T then.
+        mask: keys that each query attends to. With `CAUSAL`, query t attends to keys 0 to t, and T' is T.
     """
     if mask.blocks is not None:
         return flex_forward(query, key, value, scale=scale, mask=mask)
@@ -48,7 +48,7 @@ def attention_forward(
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask.causal_only, attn_mask=mask.additive, scale=scale
         )
-        if mask.additive is not None:  # the kernel's log-sum-exp of no key is 0
+        if mask.additive is not None:  # for no key, the kernel's log-sum-exp is 0
             log_sum = log_sum.masked_fill((mask.additive == -torch.inf).all(-1), -torch.inf)
         return out[..., :size], log_sum
     assert mask.additive is None, "masks of a GPU are blocks"
@@ -71,27 +71,27 @@ def attention_backward(
     scale: float,
     mask: AttentionMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from one block of the keys; in fp32 for keys and values.
+    """Computes gradients of query, key and value from one block of keys; in fp32 for keys and values.
 
     Args:
         grad: gradient of `out`.
         query, key, value, scale, mask: arguments of `attention_forward`.
-        out, log_sum: results of attention to all blocks: a probability is exp(score - log_sum), whatever its block.
+        out, log_sum: results of attention to all blocks; in every block, a probability is exp(score - log_sum).
     """
     if mask.blocks is not None:
         flex = partial(flex_forward, scale=scale, mask=mask)
         return merged_backward(grad, query, key, value, out, log_sum, forward=flex)
     heads, causal, (size, wide) = key.shape[1], mask.causal_only, (key.shape[-1], value.shape[-1])
     query, key, value, grad, out = _of_one_width(query, *_repeated(query, key, value), grad, out)
-    # CUDA's kernel takes the log-sum-exp by pointer, as [B, H, T] without gaps, and does not look at its strides
+    # CUDA's kernel reads the log-sum-exp as a contiguous [B, H, T] and ignores its strides
     log_sum = log_sum.contiguous()
     if query.device.type == "cpu":
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, log_sum, 0.0, causal, attn_mask=mask.additive, scale=scale
         )
     elif _fits_flash(query):
-        # further outputs of the forward operator: no boundaries of packed sequences, and a random generator state,
-        # which is unused without dropout
+        # further outputs of the forward operator: no boundaries of packed sequences, and a random generator's state,
+        # unused without dropout
         packed = (None, None, query.shape[2], key.shape[2])
         seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         parts = aten._scaled_dot_product_flash_attention_backward(
@@ -123,15 +123,15 @@ def merged_backward(
     *,
     forward: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `attention_backward` by a kernel whose backward pass does not take the log-sum-exp of all blocks.
+    """Computes `attention_backward` by a kernel whose backward pass does not accept the log-sum-exp of all blocks.
 
-    FlexAttention's is for its own output and log-sum-exp, o_i and l_i. So they are computed again, and differentiated
-    with the gradients that merging gives them: with w_i = exp(l_i - log_sum) and out = sum_i w_i o_i, that of o_i is
-    w_i grad, and that of l_i is w_i grad . (o_i - out).
+    FlexAttention's backward pass needs its own output and log-sum-exp, o_i and l_i. So these are computed again, and
+    differentiated with their gradients from merging. With w_i = exp(l_i - log_sum) and out = sum_i w_i o_i, the
+    gradient of o_i is w_i grad, and that of l_i is w_i grad . (o_i - out).
 
     Args:
         grad, query, key, value, out, log_sum: arguments of `attention_backward`.
-        forward: query, key and value of a block -> o_i and l_i; differentiable.
+        forward: differentiable function from query, key and value of a block to o_i and l_i.
     """
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in (query, key, value)]
@@ -144,7 +144,7 @@ def merged_backward(
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Pads tensors [..., d] or [..., e] to the widest: zeros change no score, and no other column of the output."""
+    """Pads tensors [..., d] or [..., e] with zeros to the widest; this changes no score and no other output column."""
     width = max(each.shape[-1] for each in tensors)
     return [F.pad(each, (0, width - each.shape[-1])) if each.shape[-1] < width else each for each in tensors]
 
@@ -155,7 +155,7 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sum_repeated_heads(gradient: Tensor, heads: int) -> Tensor:
-    """[B, H, T', d] -> [B, K, T', d], fp32: sums over the copies of a head; `heads` is K."""
+    """Sums over the copies of a head: [B, H, T', d] -> [B, K, T', d], fp32; `heads` is K."""
     batch, all_heads, length, size = gradient.shape
     return gradient.float().reshape(batch, heads, all_heads // heads, length, size).sum(2)
 

@@ -1,11 +1,12 @@
 """Device mesh and process groups of a topology. The default process group must be initialized.
 
-The data axis is dp and cp together: the ranks that hold the same parameters and see different tokens, over which
-gradients are summed. With hybrid sharding (HSDP) it is split in two: parameters are sharded over the `shard` axis and
-replicated over the `replicate` axis.
+The data axis is dp and cp together: its ranks have the same parameters and different tokens, and gradients are summed
+over it. With hybrid sharding (HSDP) it is split in two: parameters are sharded over the `shard` axis and replicated
+over the `replicate` axis.
 
-With expert parallelism the ranks of a pipeline stage are a second mesh, (edp, ep), for the experts: those of an ep
-group hold different experts, those of an edp group the same, over which they are sharded and replicated.
+With expert parallelism the ranks of a pipeline stage form a second mesh, (edp, ep), for the experts. The ranks of an ep
+group have different experts. The ranks of an edp group have the same experts, which are sharded and replicated over the
+group.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Mesh:
     Args:
         topology: sizes of the axes; their product is the number of ranks.
         device_type: cpu or cuda.
-        shard_size: data ranks over which parameters are sharded (hybrid sharding); all data ranks when None.
+        shard_size: number of data ranks over which parameters are sharded (hybrid sharding); None for all data ranks.
 
     Attributes:
         rank: global rank.
@@ -47,13 +48,13 @@ class Mesh:
         self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
 
     def size(self, axis: str) -> int:
-        """Number of ranks along pp, dp, cp, tp, data, or ep."""
+        """Returns the number of ranks along pp, dp, cp, tp, data, or ep."""
         if axis in ("data", "ep"):
             return self.topology.ep if axis == "ep" else self.topology.dp * self.topology.cp
         return self.topology.sizes[AXES.index(axis)]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """This rank's process group along pp, cp, tp, data or ep; None if the axis has size 1."""
+        """Returns this rank's process group along pp, cp, tp, data or ep; None if the axis has size 1."""
         if self.size(axis) == 1:
             return None
         if axis == "cp":
@@ -63,22 +64,22 @@ class Mesh:
         return self._data.get_group() if axis == "data" else self._device_mesh[axis].get_group()
 
     def data_mesh(self) -> DeviceMesh:
-        """The 1-D device mesh of this rank's data ranks."""
+        """Returns the 1-D device mesh of this rank's data ranks."""
         return self._data
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this rank's pipeline stage, which together hold all of its parameters. Collective."""
+        """Groups the ranks of this rank's pipeline stage, which together have all of its parameters. Collective."""
         stage = self.topology.world_size // self.topology.pp  # pp varies slowest
         return _own_group(
             (range(first, first + stage) for first in range(0, self.topology.world_size, stage)), name="stage"
         )
 
     def link_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of this rank's pipeline ranks, one for each number of `link_of`; the first is pp's. Collective.
+        """Makes groups of this rank's pipeline ranks, one per number of `link_of`; the first is pp's. Collective.
 
-        Under NCCL a group sends and receives in the order of the calls, one message at a time, as groups split from a
-        connected one have no communicators of their own for pairs of ranks. A receive that waits for one neighbour
-        would hold up what goes to the other.
+        Under NCCL a group sends and receives in the order of the calls, one message at a time: groups split from a
+        connected group have no communicators for pairs of ranks. With one group, a receive that waits for one neighbor
+        would delay messages to the other.
         """
         own, pp = self.group("pp"), self.topology.pp
         assert own is not None
@@ -88,19 +89,19 @@ class Mesh:
         return [own, *(each for each in more if each is not None)]
 
     def sharding_mesh(self) -> DeviceMesh:
-        """The device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
+        """Returns the device mesh for FSDP2: 1-D, or (replicate, shard) with hybrid sharding."""
         if self._shard_size == self.size("data"):
             return self._data
         return self._device_mesh["replicate", "shard"]
 
     def expert_sharding_mesh(self) -> DeviceMesh:
-        """The device mesh for FSDP2 of the experts: ranks that hold the same experts, as in `sharding_mesh`."""
+        """The device mesh for FSDP2 of the experts: ranks with the same experts, in the form of `sharding_mesh`."""
         assert self._experts is not None
         axes = ("edp_replicate", "edp_shard")
         return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]
 
     def expert_groups(self) -> dict[str, dist.ProcessGroup]:
-        """This rank's groups along ep and edp, perhaps of one rank, where no parameter is replicated in shards."""
+        """Returns this rank's groups along ep and edp, perhaps of one rank; for layouts without replicas of shards."""
         assert self._experts is not None
         assert self._experts["edp_replicate"].size() == 1
         return {"ep": self._experts["ep"].get_group(), "edp": self._experts["edp_shard"].get_group()}
@@ -121,9 +122,9 @@ def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) 
 
 
 def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:
-    """Groups the ranks of the first and the last stage of this rank's pipeline, which each hold a copy of tied weights.
+    """Groups the ranks of the first and the last stage of this rank's pipeline, which each have a copy of tied weights.
 
-    Collective. None without pipeline parallelism, on the ranks of the stages between, and where one rank has both.
+    Collective. None without pipeline parallelism, on ranks of other stages, and if one rank has both stages.
     """
     topology, last = run.topology, run.rank_of_stage(-1)
     columns = (topology.group(rank, "pp") for rank in range(topology.world_size))
@@ -132,14 +133,14 @@ def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:
 
 
 def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGroup | None:
-    """Creates all groups of several ranks, none of which share a rank, and returns this rank's own. Collective.
+    """Creates all groups, which are disjoint and have several ranks, and returns this rank's own. Collective.
 
-    In one split of all ranks under NCCL, as `DeviceMesh` does it: `new_group` would have every rank split once for each
-    group, for cp 2 over 8,192 ranks 4,096 times. Elsewhere each group is made by its own ranks alone
-    (`use_local_synchronization`). Torch names it by its ranks and by the number of groups that this rank has, which
-    must be the same on all of them: so a rank that is in no group makes one of its own. MPI has no such groups.
+    Under NCCL all groups are made in one split of all ranks, as in `DeviceMesh`: `new_group` would make every rank
+    split once per group, for cp 2 over 8,192 ranks 4,096 times. Under other backends only a group's own ranks make it
+    (`use_local_synchronization`). Torch names it by its ranks and by this rank's number of groups, which must be equal
+    on all of them; so a rank without a group makes one for itself. MPI has no such groups.
 
-    The name is what a fault report shows.
+    Fault reports show the name.
     """
     several = [list(ranks) for ranks in dict.fromkeys(map(tuple, groups)) if len(ranks) > 1]
     default = dist.group.WORLD

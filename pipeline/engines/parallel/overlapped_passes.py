@@ -1,14 +1,14 @@
-"""The backward pass of one micro-batch and the forward pass of another in turns, on one device.
+"""Runs the backward pass of one micro-batch and the forward pass of another in turns, on one device.
 
-Each pass has a thread, and one of the two runs at a time. Where a pass has begun an exchange it hands over to the other
-one, and waits for the exchange when it is its turn again: so kernels of the other are between begin and end. A pass
-whose other has ended, or that has none, waits at once. Turns do not depend on time: ranks that run the same two passes
-issue all their collectives in the same order.
+Each pass has a thread; only one of them runs at a time. A pass that has begun an exchange lets the other pass run, and
+waits for the exchange in its next turn. So kernels of the other pass run between begin and end of the exchange. If the
+other pass has ended or does not exist, the pass waits at once. Turns do not depend on time: ranks that run the same two
+passes issue all their collectives in the same order.
 
-Both passes issue kernels to one stream, and on a GPU waiting for an exchange is waiting of that stream: the order of
-kernels is what overlaps, not the threads. What a thread has of its own - dispatch modes, hooks of saved tensors, grad
-mode - is each pass's own. torch runs the backward pass of a device in a worker thread, which is blocked while the
-forward pass runs: a forward pass must not start a backward pass of its own.
+Both passes issue kernels to one stream, and on a GPU the stream waits for an exchange. The overlap therefore comes from
+the order of kernels, not from the threads. Each pass has its own thread-local state: dispatch modes, hooks of saved
+tensors, grad mode. torch runs the backward pass of a device in a worker thread, which is blocked while the forward pass
+runs. A forward pass must therefore not start a backward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OverlappedPasses:
         self._pair: _Pair | None = None
 
     def run(self, forward: Callable[[], T], backward: Callable[[], object]) -> T:
-        """Runs a forward pass beside a backward pass, which begins.
+        """Runs a forward pass beside a backward pass; the backward pass has the first turn.
 
         Returns:
             The result of `forward`.
@@ -55,13 +55,13 @@ class OverlappedPasses:
             self._pair = None
 
     def hand_over(self) -> None:
-        """Lets the other pass run until its next exchange; returns at once where there is none."""
+        """Lets the other pass run until its next exchange; returns at once if there is no other pass."""
         if self._pair is not None:
             self._pair.hand_over()
 
 
 class _Stopped(BaseException):
-    """Ends a pass when the other one of the pair has failed."""
+    """Ends a pass when the other pass of the pair has failed."""
 
 
 class _Pair:
@@ -95,14 +95,14 @@ class _Pair:
         while thread.is_alive():
             try:
                 thread.join()
-            except BaseException as error:  # a signal's, in the main thread
+            except BaseException as error:  # may be a signal's, in the main thread
                 self._fail(error)
         if self._error is not None:
             raise self._error
         return found[0]
 
     def hand_over(self) -> None:
-        # a device's backward pass runs in a thread of torch's, and recomputes there
+        # a device's backward pass, and its recomputation, run in a thread of torch
         own = FORWARD if threading.get_ident() == self._forward_thread else BACKWARD
         other = 1 - own
         if self._error is not None:

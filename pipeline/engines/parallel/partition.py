@@ -1,9 +1,9 @@
 """Divides a model's decoder layers into the pipeline stages of a run: by cost, and by the devices' speed and memory.
 
-The schedule says which pipeline rank a stage is on. Its time is taken to be its cost / the speed of that rank,
-`parallel.stage_speeds`; the time of the slowest stage is minimized. With limits of memory (`parallel.stage_memory_gb`)
-no rank gets more layers than the formulas of `sizes.memory` say that it holds. Among the virtual stages of a rank
-these are divided evenly.
+The schedule determines the pipeline rank of a stage. A stage's time is estimated as its cost divided by the speed of
+its rank, `parallel.stage_speeds`; the time of the slowest stage is minimized. With memory limits
+(`parallel.stage_memory_gb`) no rank gets more layers than fit by the formulas of `sizes.memory`. A rank's layers are
+divided evenly among its virtual stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.engines.sizes.memory import peak_memory
 
 
 def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
-    """All (virtual) pipeline stages of a model; a single one without pipeline parallelism.
+    """Returns all (virtual) pipeline stages of a model; a single one without pipeline parallelism.
 
     Raises:
         ConfigError: no division fits the memory of the devices; see also `split_layers` and `layer_list`.
@@ -32,7 +32,7 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     count = run.topology.pp * run.virtual_stages
     if count == 1:
         return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
-    layer_list(model)  # before anything is read from the config: the architecture may have no plan for stages
+    layer_list(model)  # before the config is read: the architecture may have no plan for stages
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
     if layers < count:
         virtual = run.virtual_stages
@@ -52,17 +52,17 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
 
 
 def stage_lines(run: ResolvedRun, model: nn.Module) -> list[str]:
-    """One line per pipeline stage; none without pipeline parallelism. See `costs.describe_stages`."""
+    """Describes each pipeline stage in a line by `costs.describe_stages`; no lines without pipeline parallelism."""
     return describe_stages(model, pipeline_stages(run, model)) if run.topology.pp > 1 else []
 
 
 class _Fit:
-    """Layers that the devices of the pipeline ranks can hold, by the formulas.
+    """Limits on the layers of pipeline ranks, from their devices' memory by the formulas.
 
     Args:
         run: the resolved config, with a pipeline.
         model: the full model, on meta.
-        memory: bytes of each pipeline rank.
+        memory: device memory of each pipeline rank, in bytes.
 
     Raises:
         ConfigError: the architecture has no formulas.
@@ -88,20 +88,20 @@ class _Fit:
         self._most = [self._capacity(rank) for rank in range(self._pp)] if self._virtual > 1 else []
 
     def limit(self, stage: int, start: int) -> int:
-        """The largest end of a stage that begins with a layer; `start` where not even that one fits."""
+        """Returns the largest end of a stage that begins with layer `start`; `start` if not even this layer fits."""
         rank, number = self._run.rank_of_stage(stage), stage // self._pp
         if self._virtual > 1:
             return start + even_parts(self._most[rank], self._virtual)[number]
         return _largest(start, self._layers, lambda end: self._holds(rank, [(start, end)]))
 
     def short(self, stages: Sequence[StageLayers]) -> dict[int, float]:
-        """Pipeline rank -> bytes that it lacks, for the ranks that lack any."""
+        """Returns the missing bytes of each pipeline rank that lacks memory."""
         by_rank = (self._peak(rank, self._ranges(stages, rank)) for rank in range(self._pp))
         lacking = (peak - memory for peak, memory in zip(by_rank, self._memory, strict=True))
         return {rank: each for rank, each in enumerate(lacking) if each > 0}
 
     def error(self, stages: Sequence[StageLayers]) -> ConfigError:
-        """Makes the error if no division fits: most layers of each rank, and bytes it lacks if only speed divides."""
+        """Makes the error if no division fits: layers that fit each rank; bytes missing in a division by speed."""
         short = self.short(stages)
         most = [self._capacity(rank) for rank in range(self._pp)]
         lacks = ", ".join(
@@ -115,7 +115,7 @@ class _Fit:
         return ConfigError(MEMORY, [round(each / GB, 3) for each in self._memory], why=why, remedy=remedy)
 
     def _capacity(self, rank: int) -> int:
-        """Most layers that a rank holds, evenly over its virtual stages."""
+        """Returns the most layers that fit a rank, divided evenly over its virtual stages."""
 
         def holds(count: int) -> bool:
             parts = even_parts(count, self._virtual)
@@ -128,7 +128,7 @@ class _Fit:
         return self._peak(rank, ranges) <= self._memory[rank]
 
     def _peak(self, rank: int, ranges: Sequence[tuple[int, int]]) -> float:
-        """Bytes of a rank with some layers; most models have layers of one size, so that their number decides."""
+        """Returns a rank's peak bytes with some layers; in most models only the number of layers matters."""
         key = (rank, *(tuple(self._sizes[slice(*each)]) for each in ranges))
         if key not in self._peaks:
             count = self._pp * self._virtual
@@ -148,7 +148,7 @@ def _shown(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `high` for which the monotone condition holds; `low` where none above it does."""
+    """Returns the largest number up to `high` for which the monotone condition holds, and at least `low`."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

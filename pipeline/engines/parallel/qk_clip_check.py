@@ -1,8 +1,8 @@
 """Pre-flight check of QK-Clip: scaling a head's weights has to scale its attention logits, and nothing else.
 
-Reasons that are known by name come first. Then a tiny model of the architecture is tried: a factor on a head by the
-rows of `models.query_key_rows` has to be a factor on the head's logits, exactly, whatever the factor. That fails where
-queries or keys are normalized, clamped or mixed after their projection. It takes a fraction of a second, on the CPU.
+Known reasons for refusal are checked first. Then a tiny model of the architecture is tried: a factor on a head's rows
+(`models.query_key_rows`) has to be exactly a factor on the head's logits, for every factor. This fails if queries or
+keys are normalized, clamped or mixed after their projection. The check takes a fraction of a second, on the CPU.
 
 Shapes: H heads, K key heads, T positions.
 """
@@ -29,18 +29,18 @@ from pipeline.models.resize.shrink import shrink
 
 _V, _T = 32, 16
 _FACTORS = (0.25, 64.0)
-"""Factors that are tried: the large one crosses a bound on queries and keys."""
+"""Factors to try; the large one would exceed a bound on queries and keys."""
 
 
 def check_qk_clip(run: ResolvedRun, model: nn.Module) -> None:
-    """Refuses QK-Clip for an architecture in which it does not scale the logits of a head alone.
+    """Refuses QK-Clip for an architecture in which it does not scale exactly the logits of one head.
 
     Args:
         run: the resolved config.
         model: the full model, on meta.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: the architecture does not support QK-Clip; gives the reason.
     """
     threshold = run.config.optimizer.params.qk_clip
     if threshold is None:
@@ -87,7 +87,7 @@ def _failure(config: PretrainedConfig, *, length: int) -> str | None:
         return f"headrace's own attention, which measures the logits, fails on a tiny {kind}: {one_line(error)}"
     if not logits:
         return f"{kind} does not call headrace's own attention, which measures the logits"
-    # of a layer that has cross-attention, too, the first
+    # in a layer that also has cross-attention, the first one
     layers = {_layer_of(tiny, each): each for each in reversed(attention_heads(tiny))}
     unknown = sorted(logits.keys() - layers.keys())
     if unknown:
@@ -104,7 +104,7 @@ def _failure(config: PretrainedConfig, *, length: int) -> str | None:
 
 @torch.no_grad()
 def attention_logits(model: nn.Module) -> dict[Any, Tensor]:
-    """Computes unscaled products of queries and keys, attended to or not: layer -> [K, H / K, T, T].
+    """Computes unscaled products of queries and keys, without a mask: layer -> [K, H / K, T, T].
 
     Args:
         model: a model that runs `models.attention`, not on meta.
@@ -123,13 +123,13 @@ def attention_logits(model: nn.Module) -> dict[Any, Tensor]:
 
 
 def scales_alone(model: nn.Module, heads: AttentionHeads, head: int, factor: float, *, logits: Tensor) -> bool:
-    """Whether a factor on a key head multiplies its logits, and no other head's of the layer.
+    """Whether a factor on a key head multiplies its logits, and those of no other head in the layer.
 
     Args:
         model: a model that runs `models.attention`, not on meta; unchanged afterwards.
         heads: heads of an attention module.
         head: the key head.
-        factor: above 0.
+        factor: the factor, above 0.
         logits: the layer's `attention_logits` without the factor.
     """
     with _scaled(model, heads, head, factor):
@@ -141,13 +141,13 @@ def scales_alone(model: nn.Module, heads: AttentionHeads, head: int, factor: flo
 
 
 def _layer_of(model: nn.Module, heads: AttentionHeads) -> Any:
-    """The index by which attention is recorded."""
+    """Returns the layer index under which attention is recorded."""
     return getattr(model.get_submodule(heads.name), "layer_idx", None)
 
 
 @contextmanager
 def _scaled(model: nn.Module, heads: AttentionHeads, head: int, factor: float) -> Iterator[None]:
-    """Context with a factor on a key head, by the rows of its queries and keys."""
+    """Applies a factor to a key head's rows of queries and keys within a block."""
     kept = {name: model.get_parameter(name).detach().clone() for name in heads.rows}
     for name, rows in heads.rows.items():
         factors = torch.where(rows.heads == head, factor**rows.powers, 1.0)

@@ -1,9 +1,9 @@
 """Quantization-aware training: linear layers compute with the weights that a quantization will store.
 
-The forward pass rounds weights (and, where the scheme does, each token's activations) to the nearest number that is
-stored; the gradient passes as if nothing had been rounded (straight-through estimator; Bengio et al. 2013,
-arXiv:1308.3432). Parameters, optimizer, checkpoints and their names stay those of the floating-point model, which is
-quantized afterwards with the same scheme and group size by rounding to the nearest.
+The forward pass rounds weights (and each token's activations, if the scheme does) to the nearest number that can be
+stored. The gradient ignores the rounding (straight-through estimator; Bengio et al. 2013, arXiv:1308.3432). Parameters,
+optimizer, checkpoints and their names stay those of the floating-point model. It is quantized afterwards with the same
+scheme and group size, by rounding to nearest.
 
 Shapes: O outputs, I inputs of a layer.
 """
@@ -33,9 +33,9 @@ class LayerRounding:
     """Rounding of a linear layer.
 
     Attributes:
-        stored: rounding to the numbers that the scheme stores.
-        limit: bound on the stored numbers, by which the largest value is divided to give the scale.
-        group: number of weights of a row that share a scale; None for the whole row.
+        stored: function that rounds to the numbers that the scheme stores.
+        limit: largest stored number; the scale is the largest value divided by it.
+        group: number of a row's weights that share a scale; None for the whole row.
         activations: whether each token's activations are rounded, too.
     """
 
@@ -45,15 +45,15 @@ class LayerRounding:
     activations: bool = False
 
     def weights(self, weight: Tensor) -> Tensor:
-        """Rounds weights [O, I] to what is stored."""
+        """Rounds weights [O, I] to the numbers that are stored."""
         return self._rounded(weight, self.group)
 
     def tokens(self, features: Tensor) -> Tensor:
-        """Rounds activations [*, I] to what is multiplied while the model serves, one scale per token."""
+        """Rounds activations [*, I] as at inference, with one scale per token."""
         return self._rounded(features, None)
 
     def _rounded(self, values: Tensor, group: int | None) -> Tensor:
-        # in fp32, whatever the values are in, as a quantization does
+        # in fp32 for every dtype of the values, as in a quantization
         grouped = values.float().unflatten(-1, (-1, group or values.shape[-1]))
         largest = grouped.abs().amax(-1, keepdim=True)
         scale = torch.where(largest > 0, largest / self.limit, 1.0)
@@ -77,7 +77,7 @@ class QuantizationAwareLinear(nn.Linear):
     rounding: LayerRounding
 
     def forward(self, features: Tensor) -> Tensor:
-        """[*, I] -> [*, O]."""
+        """Computes [*, I] -> [*, O]."""
         if self.rounding.activations:
             features = _straight_through(features, self.rounding.tokens(features))
         weight = _straight_through(self.weight, self.rounding.weights(self.weight))
@@ -92,7 +92,7 @@ def check_quantization_aware(section: QuantizationAwareSection | None, model: nn
     """Refuses a model or group size with which training would not use the weights that are stored.
 
     Raises:
-        ConfigError: fused experts, no linear layer, or a group size that does not divide a layer's inputs.
+        ConfigError: experts are fused, there is no linear layer, or the group size does not divide a layer's inputs.
     """
     if section is None:
         return
@@ -114,9 +114,9 @@ def check_quantization_aware(section: QuantizationAwareSection | None, model: nn
 
 
 def apply_quantization_aware(model: nn.Module, section: QuantizationAwareSection | None) -> None:
-    """Makes the linear layers of a model's decoder layers, but for routers, compute with rounded weights, in place.
+    """Makes the linear layers in a model's decoder layers, except routers, compute with rounded weights, in place.
 
-    Call it before compilation and sharding.
+    Must be called before compilation and sharding.
 
     Args:
         model: this rank's part of the model, on any device.

@@ -1,8 +1,8 @@
 """Pre-flight check that a model draws no random numbers in training, on a tiny model of its architecture.
 
 Each process draws from its own generator: with random numbers no two layouts would train the same model, and a resumed
-run would not reproduce them. They are found by what they do, two forward passes that differ, not by the name of a key
-(routers of PhiMoE and Mixtral have jitter). The reference may draw them: it seeds them by step.
+run would not reproduce them. They are detected by their effect (two forward passes differ), not by the name of a key;
+the routers of PhiMoE and Mixtral have jitter. The reference engine may draw random numbers: it seeds them by step.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pipeline.models.resize.shrink import shrink
 
 _V, _T = 32, 16
 _NO_RATES = ("norm", "range", "scale", "multiplier", "theta", "factor")
-"""Words in the keys of small numbers that are no rates of random numbers."""
+"""Words in the keys of small numbers that are not rates of random numbers."""
 
 
 def check_random_numbers(config: PretrainedConfig, *, where: str) -> None:
     """Refuses a model whose forward pass in training is random.
 
     Args:
-        config: the real model's Hugging Face config. If no tiny model of it can be built or run, other checks decide.
+        config: the real model's Hugging Face config. If its tiny model cannot be built or run, other checks decide.
         where: name of the file or section in which keys are set, for the message.
 
     Raises:
-        ConfigError: names the keys that turn the random numbers off.
+        ConfigError: the model is random; names the keys that turn random numbers off.
     """
     try:
         small = shrink(config, divide=1, layers=2, vocab_size=_V)
         if not _random(small):
             return
-    except Exception:  # each architecture fails in its own way; `check_architecture` says how
+    except Exception:  # each architecture fails in its own way; `check_architecture` reports it
         return
     why = "two forward passes of a tiny model in training differ: random numbers would depend on the layout"
     needed = _needed(small)
@@ -51,7 +51,7 @@ def check_random_numbers(config: PretrainedConfig, *, where: str) -> None:
 
 
 def _needed(small: PretrainedConfig) -> list[str]:
-    """The rates that have to be 0 for equal passes; none where no rates turn the random numbers off."""
+    """Returns the rates that have to be 0 for equal passes; none if no rates turn random numbers off."""
     keys = [key for key, _ in _rates(small.to_dict())]
     if _still_random(small, keys):
         return []
@@ -63,7 +63,7 @@ def _needed(small: PretrainedConfig) -> list[str]:
 
 
 def _still_random(small: PretrainedConfig, keys: Sequence[str]) -> bool:
-    """Whether a model is random with these keys at 0, or cannot be built so."""
+    """Whether a model with these keys at 0 is random, or cannot be built."""
     fields = small.to_dict()
     for key in keys:
         *sections, last = key.split(".")
@@ -78,7 +78,7 @@ def _still_random(small: PretrainedConfig, keys: Sequence[str]) -> bool:
 
 
 def _rates(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers between 0 and 1 of a config, also of its sections."""
+    """Yields numbers between 0 and 1 in a config and its sections."""
     for key, value in fields.items():
         if isinstance(value, dict):
             yield from _rates(value, f"{prefix}{key}.")

@@ -34,15 +34,15 @@ class Widths:
         key_value: K x d.
         heads: H.
         head_size: d.
-        intermediate: I; with a mixture of experts, that of one expert.
-        dense: I of the layers without experts.
-        experts: number of experts that a token goes to (k); 0 for a dense model.
+        intermediate: I; in a mixture of experts, the size of one expert.
+        dense: I in layers without experts.
+        experts: number of experts per token (k); 0 for a dense model.
         vocabulary: V.
         head_norms: whether queries and keys are normalized.
         all_experts: E.
-        shared: intermediate size of the experts that every token goes to, together.
-        output: width of attention's output, before its projection; 0 where it is H x d.
-        latent: width of the latents of queries, keys and values together (multi-head latent attention); 0 without.
+        shared: total intermediate size of the shared experts.
+        output: width of attention's output, before its projection; 0 if it is H x d.
+        latent: total width of query, key and value latents (multi-head latent attention); 0 for other attention.
     """
 
     hidden: int
@@ -68,19 +68,19 @@ class RankModel:
     Attributes:
         layers: elements of every decoder layer of this rank's stages, after tensor and expert parallelism.
         rest: elements of embedding, final norm and head on this rank, after tensor parallelism.
-        head: elements of the head; 0 on ranks without it. A tied one is the embedding.
+        head: elements of the head; 0 on ranks without it. A tied head is the embedding.
         largest: elements of the largest parameter.
         small: elements that tensor parallelism does not shard (norms).
-        tied: elements of a tied embedding and head that are on two stages; 0 if there are none.
+        tied: elements of a tied embedding and head on two stages; 0 if there are none.
         first: whether the rank has the embedding.
         last: whether the rank has the head.
-        stage_layers: number of decoder layers of each (virtual) stage that the rank holds.
-        matrices: elements that the optimizer treats as hidden matrices (Muon), after tensor parallelism; 0 with others.
-        matrix_flops: FLOPs to orthogonalize all of these matrices in a step, those of its tp ranks included.
-        largest_matrix_flops: FLOPs to orthogonalize the largest stored matrix, the least that one of the ranks
-            computes.
-        experts: elements of every decoder layer that expert parallelism shards, which have a unit and a group of their
-            own. Zeros without it.
+        stage_layers: number of decoder layers in each (virtual) stage of the rank.
+        matrices: elements that Muon treats as hidden matrices, after tensor parallelism; 0 for other optimizers.
+        matrix_flops: FLOPs to orthogonalize all these matrices in a step, including those of the tp group's other
+            ranks.
+        largest_matrix_flops: FLOPs to orthogonalize the largest stored matrix: one rank computes at least this.
+        experts: elements of every decoder layer that expert parallelism shards, with their own unit and group. Zeros
+            without expert parallelism.
     """
 
     layers: tuple[int, ...]
@@ -99,16 +99,16 @@ class RankModel:
 
     @property
     def stages(self) -> int:
-        """Number of (virtual) stages that the rank holds."""
+        """Number of (virtual) stages on the rank."""
         return len(self.stage_layers)
 
     @cached_property
     def parameters(self) -> int:
-        """Number of elements in all."""
+        """Total number of elements."""
         return sum(self.layers) + self.rest
 
     def apart(self) -> tuple[RankModel, RankModel]:
-        """Separates parameters sharded over all data ranks from experts, sharded over the ranks that hold them."""
+        """Separates parameters sharded over all data ranks from experts, sharded over the ranks that have them."""
         return self._apart
 
     @cached_property
@@ -123,12 +123,12 @@ class RankModel:
 
     @property
     def separate(self) -> bool:
-        """Whether embedding and head are gathered apart: they are not one weight of one stage."""
+        """Whether embedding and head are gathered separately: they are not one weight on one stage."""
         return not (self.first and self.last) or self.rest >= 2 * self.head
 
 
 def widths_of(config: Any) -> Widths | None:
-    """Sizes from a Hugging Face config; None for a decoder that is not built like Llama's, of layers of one size."""
+    """Returns sizes from a Hugging Face config; None for a decoder not built like Llama's, with layers of one size."""
     if differ(config):
         return None
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
@@ -155,7 +155,7 @@ def widths_of(config: Any) -> Widths | None:
 
 
 def _with_latent(widths: Widths, config: Any) -> Widths:
-    """Adds the widths of multi-head latent attention, whose keys and values are one product.
+    """Adds the widths of multi-head latent attention, where one product makes keys and values.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
@@ -177,7 +177,7 @@ class Footprint:
 
     Attributes:
         widths: sizes of a decoder layer.
-        ranks: part of the model on each rank of a pipeline; a single one without pipeline parallelism.
+        ranks: part of the model on each pipeline rank; one part without pipeline parallelism.
     """
 
     widths: Widths
@@ -185,15 +185,15 @@ class Footprint:
 
 
 class ParameterCount(NamedTuple):
-    """A parameter in numbers.
+    """Counts of a parameter.
 
     Attributes:
         name: name of the parameter in the full model.
-        elements: elements on a rank, before they are sharded over data ranks.
-        split: whether ranks of tensor parallelism hold different parts.
-        expert: whether expert parallelism shards it.
-        matrix_flops: FLOPs to orthogonalize its matrices; 0 where the optimizer treats it as no matrix.
-        stacked: number of experts in it, or 1.
+        elements: elements on a rank, before sharding over data ranks.
+        split: whether tensor-parallel ranks have different parts.
+        expert: whether expert parallelism shards the parameter.
+        matrix_flops: FLOPs to orthogonalize the parameter's matrices; 0 if the optimizer does not treat it as matrices.
+        stacked: number of experts in the parameter, or 1.
     """
 
     name: str
@@ -205,7 +205,7 @@ class ParameterCount(NamedTuple):
 
 
 def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, MatrixForm]) -> list[ParameterCount]:
-    """The counts of every parameter of a full model, on meta.
+    """Counts every parameter of a full model, on meta.
 
     Args:
         model: the full model, on meta.
@@ -249,7 +249,7 @@ def rank_model(
     Args:
         model: the full model, on meta.
         counts: counts of the model's parameters.
-        stages: the rank's stages, in order; layers and neighbours matter, not costs.
+        stages: the rank's stages, in order; their costs are not used.
         before: name prefixes of the parameters before the layers (`first_prefixes`); empty without a pipeline.
         tp: tensor-parallel ranks.
     """
@@ -291,13 +291,13 @@ def rank_model(
 
 
 def first_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Name prefixes of the parameters that belong to the first stage of a pipeline: those before the layers."""
+    """Returns name prefixes of the parameters that belong to the first stage of a pipeline: those before the layers."""
     layer_list(model)
     return tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model))
 
 
 def layer_of(name: str) -> int | None:
-    """Index of the decoder layer that a parameter belongs to; None outside the layers."""
+    """Returns the index of a parameter's decoder layer; None outside the layers."""
     found = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
     return int(found[1]) if found else None
 

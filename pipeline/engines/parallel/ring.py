@@ -1,19 +1,19 @@
 """Ring attention (context parallelism): keys and values are passed from rank to rank while queries stay.
 
-Each rank attends to the keys of one rank at a time and merges the outputs by their log-sum-exp, so that no rank ever
-holds the keys of the full sequence, and there may be more ranks than heads. In the backward pass, keys circulate once
-more together with their gradients. Source: Liu et al. 2023 (arXiv:2310.01889); merging as Milakov and Gimelshein 2018
+Each rank attends to the keys of one rank at a time and merges the outputs by their log-sum-exp. So no rank ever has the
+keys of the full sequence, and there may be more ranks than heads. In the backward pass, keys circulate once more
+together with their gradients. Source: Liu et al. 2023 (arXiv:2310.01889); merging as Milakov and Gimelshein 2018
 (arXiv:1805.02867), section 3.1.
 
-Rank r of c holds chunks r and 2c - 1 - r of the 2c chunks of a sequence (zigzag, `topology.sequence_chunks`). Its own
-keys are one causal block. Of the keys of an earlier rank all its queries attend to the first chunk and none to the
-second; of those of a later rank its second chunk of queries attends to both, its first to none. So every rank computes
-(T^2 + T) / 2 + (c - 1) T^2 / 2 pairs, the mean of the causal mask, in blocks that are attended to in full.
+Rank r of c has chunks r and 2c - 1 - r of the 2c chunks of a sequence (zigzag, `topology.sequence_chunks`). Its own
+keys are one causal block. For the keys of an earlier rank, all its queries attend to the first chunk and none to the
+second. For the keys of a later rank, its second chunk of queries attends to both chunks, its first to none. So every
+rank computes (T^2 + T) / 2 + (c - 1) T^2 / 2 pairs, the mean of the causal mask; other ranks' blocks are not masked.
 
-While a block is computed, the next keys are on their way; in the backward pass, so are the gradients of the last block.
+While a block is computed, the next keys are being sent; in the backward pass, also the gradients of the previous block.
 
-Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head size, e head size of values: they pass
-around as one tensor [B, K, T, d + e] with their keys.
+Shapes: B samples, H heads, K key/value heads, T positions of this rank, d head size, e head size of values. Keys and
+values circulate as one tensor [B, K, T, d + e].
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RingMask:
     """The masks of a rank for each hop of the keys.
 
     Attributes:
-        hops: hop -> mask of that block of queries and keys; None where no query attends to any key.
+        hops: hop -> mask of its block of queries and keys; None if no query attends to any key.
     """
 
     hops: tuple[AttentionMask | None, ...]
@@ -46,7 +46,7 @@ class RingMask:
 
 @dataclass(frozen=True)
 class _Block:
-    """The queries of a rank, and the keys of another rank, that attend to each other at a hop.
+    """The queries of this rank that attend to keys of a source rank at a hop, and these keys.
 
     Attributes:
         source: rank that owns the keys.
@@ -60,7 +60,7 @@ class _Block:
 
 
 def _block(hop: int, *, rank: int, ranks: int, length: int) -> _Block:
-    """The block of a hop, `length` positions on each rank."""
+    """Returns the block of a hop, for `length` positions on each rank."""
     source, half, whole = (rank - hop) % ranks, length // 2, slice(0, length)
     if source == rank:
         return _Block(source, whole, whole)
@@ -68,7 +68,7 @@ def _block(hop: int, *, rank: int, ranks: int, length: int) -> _Block:
 
 
 class RingAttention:
-    """Every rank computes all heads for its own positions. See `models.attention.ContextParallelAttention`."""
+    """Ring attention: every rank computes all heads for its own positions. Implements `ContextParallelAttention`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -82,7 +82,7 @@ class RingAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> RingMask:
-        """See `ContextParallelAttention.make_mask`."""
+        """Implements `ContextParallelAttention.make_mask`."""
         ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         return _mask_of_rank(documents, window, rank=rank, ranks=ranks, length=length, dtype=dtype, device=device)
 
@@ -97,23 +97,23 @@ class RingAttention:
         mask: RingMask,
         watch: LogitWatch | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.attend`."""
+        """Implements `ContextParallelAttention.attend`."""
         ring = _Ring(dist.get_rank(self._group), dist.get_world_size(self._group), mask, scale, watch)
         attended: Tensor = _RingFunction.apply(query, key, value, ring, self._group)
         return attended
 
 
 class RingInOneProcess:
-    """Ring attention of several ranks in one process, one after another: the trial of an architecture.
+    """Ring attention of several ranks in one process, one after another, for the trial of an architecture.
 
-    Queries, keys and values are those of the whole sequence, in its order. Not differentiable.
+    Queries, keys and values cover the whole sequence, in its order. Not differentiable.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
     def make_mask(self, documents: Tensor | None, window: int | None, **options: Any) -> tuple[RingMask, ...]:
-        """See `ContextParallelAttention.make_mask`; makes the masks of every rank."""
+        """Makes the masks of every rank, as `ContextParallelAttention.make_mask` does for one."""
         ranks = self._ranks
         return tuple(_mask_of_rank(documents, window, rank=rank, ranks=ranks, **options) for rank in range(ranks))
 
@@ -127,7 +127,7 @@ class RingInOneProcess:
         mask: tuple[RingMask, ...],
         watch: LogitWatch | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.attend`."""
+        """Implements `ContextParallelAttention.attend`."""
         assert watch is None, "logits are watched in training alone"
         attended, length = query.new_empty(*query.shape[:3], value.shape[-1]), query.shape[2]
         key_value = torch.cat([key, value], -1)
@@ -164,21 +164,21 @@ def _mask_of_rank(
 
 
 def _chosen(chunks: tuple[range, ...], part: slice) -> tuple[range, ...]:
-    """The chunks of a rank that a part of its positions covers: both, the first or the second."""
+    """Returns the chunks in a part of a rank's positions: both, the first or the second."""
     size = len(chunks[0])
     return chunks[part.start // size : part.stop // size]
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """Attention of one rank.
+    """Ring attention as computed on one rank.
 
     Attributes:
         rank: index of this rank among `ranks`.
         ranks: number of ranks that share the sequence.
         mask: this rank's masks.
         scale: factor on the scores.
-        watch: records the largest logits of every hop; None: they are not recorded.
+        watch: watch that records the largest logits of every hop; None to record none.
     """
 
     rank: int
@@ -193,7 +193,7 @@ class _Ring:
             yield _block(hop, rank=self.rank, ranks=self.ranks, length=length), self.mask.hops[hop], key_value
 
     def forward(self, query: Tensor, arriving: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Output [B, H, T, e] and log-sum-exp over the keys of all hops, in fp32."""
+        """Computes output [B, H, T, e] and log-sum-exp over the keys of all hops, in fp32."""
         out, log_sum = query.new_empty(0), query.new_empty(0)
         for block, allowed, key_value in self.blocks(arriving, query.shape[2]):
             if allowed is None:
@@ -202,8 +202,8 @@ class _Ring:
             if self.watch is not None:
                 _watch_block(self.watch, query, k, block, rank=self.rank, ranks=self.ranks)
             part = attention_forward(query[:, :, block.queries], k, v, scale=self.scale, mask=allowed)
-            if not out.numel():  # the first hop: every query attends to itself, its log-sum-exp is finite from here on
-                # copies: selective activation checkpointing keeps the kernel's outputs, which must not change
+            if not out.numel():  # first hop: every query attends to itself, so its log-sum-exp is finite from here on
+                # copies: selective activation checkpointing stores the kernel's outputs, which must not change
                 out, log_sum = part[0].to(torch.float32, copy=True), part[1].clone()
             else:
                 _merge(out[:, :, block.queries], log_sum[:, :, block.queries], part[0].float(), part[1])
@@ -234,7 +234,7 @@ class _RingFunction(torch.autograd.Function):
                 k, v = _keys_and_values(key_value, block, query)
                 parts = attention_backward(grad, q, k, v, o, s, scale=ring.scale, mask=allowed)
             # the gradients of these keys arrive while their block is computed; they make one hop more than the keys,
-            # and so return to the rank that owns them
+            # and so return to the keys' own rank
             d_key_value = returning.wait() if returning else torch.zeros_like(key_value, dtype=torch.float32)
             if parts is not None:
                 d_query[:, :, block.queries] += parts[0]
@@ -254,7 +254,7 @@ def _keys_and_values(key_value: Tensor, block: _Block, query: Tensor) -> tuple[T
 
 
 def _circulating(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """Yields the tensor of this rank, of the rank before, and so on; the next is on its way while one is in use."""
+    """Yields the tensor of this rank, of the previous rank, and so on; receives the next while one is in use."""
     for left in reversed(range(dist.get_world_size(group))):
         transfer = _RingTransfer(tensor, group) if left else None
         yield tensor
@@ -262,14 +262,14 @@ def _circulating(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
 
 
 def _watch_block(watch: LogitWatch, query: Tensor, key: Tensor, block: _Block, *, rank: int, ranks: int) -> None:
-    """Watches the logits of a hop: all of this rank's queries against the block's keys."""
+    """Watches the logits of a hop: the products of this rank's queries and the block's keys."""
     of_rank = partial(sequence_chunks, query.shape[2] * ranks, cp=ranks, zigzag=True)
     queries, keys = _chosen(of_rank(cp_rank=rank), block.queries), _chosen(of_rank(cp_rank=block.source), block.keys)
     watch.see(query[:, :, block.queries], key, queries=queries, keys=keys)
 
 
 class _RingTransfer:
-    """Asynchronous transfer: sends a tensor to the next rank while receiving the previous rank's."""
+    """Asynchronous transfer that sends a tensor to the next rank and receives the previous rank's."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -278,7 +278,7 @@ class _RingTransfer:
         following, previous = (rank + 1) % ranks, (rank - 1) % ranks
         send = dist.P2POp(dist.isend, self._sent, group=group, group_peer=following)
         receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous)
-        # with two ranks both messages are between the same pair: every rank must list the send first
+        # with two ranks both messages have the same pair of ranks: every rank must list the send first
         self._works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
@@ -289,11 +289,11 @@ class _RingTransfer:
 
 
 def _merge(out: Tensor, log_sum: Tensor, part_out: Tensor, part_log_sum: Tensor) -> None:
-    """Merges attention over a second set of keys into that over a first, in place.
+    """Merges attention over a second set of keys into attention over a first set, in place.
 
     Args:
-        out, log_sum: output [B, H, T, e] and log-sum-exp [B, H, T] over the first set, fp32; the latter is finite.
-        part_out, part_log_sum: output and log-sum-exp over the second set; the latter is minus infinity without keys.
+        out, log_sum: output [B, H, T, e] and (finite) log-sum-exp [B, H, T] over the first set, fp32.
+        part_out, part_log_sum: output and log-sum-exp over the second set; without keys, minus infinity.
     """
     both = torch.logaddexp(log_sum, part_log_sum)
     out.mul_((log_sum - both).exp().unsqueeze(-1)).add_(part_out * (part_log_sum - both).exp().unsqueeze(-1))

@@ -1,8 +1,8 @@
 """Pipeline stages: assigns decoder layers to stages, balanced by time, and reduces a model to one stage.
 
-A stage's cost is the FLOPs of its forward pass per token. The embedding is a lookup and costs nothing; the head is a
-matrix product as large as several layers, so the last stage gets fewer layers. Where devices differ, stages are
-balanced by cost / speed, and have no more layers than their devices hold.
+A stage's cost is the FLOPs of its forward pass per token. The embedding is a lookup and costs nothing. The head is a
+matrix product as large as several layers, so the last stage gets fewer layers. If devices differ, stages are balanced
+by cost / speed, and have no more layers than fit their devices.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class StageLayers:
     """One pipeline stage (or virtual stage) of a model.
 
     Attributes:
-        index: the stage's index; stage 0 takes the ids.
+        index: the stage's index; the input of stage 0 is ids.
         count: number of stages.
-        layers: (first, end) indices of its decoder layers.
-        cost: FLOPs of its forward pass, per token.
+        layers: (first, end) indices of the stage's decoder layers.
+        cost: FLOPs of the stage's forward pass, per token.
     """
 
     index: int
@@ -58,11 +58,11 @@ def split_layers(
         costs: cost of every layer, in any unit.
         head: cost of the final norm and head, which belong to the last stage.
         stages: number of stages; every stage gets at least one layer.
-        speeds: speed of every stage's device, in any unit; equal ones when None. A stage takes its cost / its speed.
-        limit: (stage, its first layer) -> the largest end of the stage that its device holds; no limit when None.
+        speeds: speed of every stage's device, in any unit; None for equal speeds. A stage's time is its cost / speed.
+        limit: function (stage, its first layer) -> largest end of a stage that fits its device; None for no limit.
 
     Returns:
-        The stages with their costs; none where no split keeps within the limits.
+        The stages with their costs; none if no split is within the limits.
 
     Raises:
         ConfigError: there are fewer layers than stages.
@@ -79,7 +79,8 @@ def split_layers(
     def seconds(stage: int, start: int, end: int) -> float:
         return cost(stage, start, end) / (speeds[stage] if speeds is not None else 1.0)
 
-    # best[k][n]: the smallest possible maximum for the first n layers in k stages, and where the last stage begins
+    # best[k][n]: the smallest possible maximum for the first n layers in k stages, and the first layer of the last
+    # stage
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(stages):
         # every stage after this one needs a layer; the last one ends with the last layer
@@ -101,10 +102,10 @@ def split_layers(
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and modules of the decoder layers.
+    """Returns name and modules of the decoder layers.
 
     Raises:
-        ConfigError: the architecture has no plan for pipeline stages, or one that is not supported.
+        ConfigError: the architecture has no plan for pipeline stages, or an unsupported plan.
     """
     config: Any = model.config
     plan = getattr(config, "base_model_pp_plan", None)
@@ -130,7 +131,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def modules_before_layers(model: nn.Module) -> list[str]:
-    """Names of the base model's modules that belong to the first stage: those its plan lists before the layers."""
+    """Returns the names of the base model's modules in the first stage: those that its plan lists before the layers."""
     plan = list(model.config.base_model_pp_plan)  # type: ignore[union-attr, arg-type]
     return plan[: plan.index(layer_list(model)[0])]
 
@@ -147,8 +148,8 @@ def keep_stage(model: nn.Module, stage: StageLayers) -> None:
     """Removes the modules of other stages in place. The names of the remaining parameters do not change.
 
     Args:
-        model: a full Hugging Face causal language model, on meta. The last stage keeps its own copy of a head tied to
-            the embedding.
+        model: a full Hugging Face causal language model, on meta. The last stage keeps a copy of a head tied to the
+            embedding.
         stage: the stage to keep.
     """
     list_name, layers = layer_list(model)

@@ -1,12 +1,12 @@
 """Tensor parallelism with sequence parallelism, applied from outside to a Hugging Face decoder on meta.
 
 The model's own `tp_plan` defines which linear layers are sharded along their outputs (colwise) and which along their
-inputs (rowwise). Embedding and head are sharded along the vocabulary. Between the sharded blocks every rank holds
-T / tp positions of the sequence: a block's input is all-gathered (backward: reduce-scattered), its output is
-reduce-scattered. Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
+inputs (rowwise). Embedding and head are sharded along the vocabulary. Between the sharded blocks every rank has T / tp
+positions of the sequence. A block's input is all-gathered (backward: reduce-scattered), its output reduce-scattered.
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
 
-Parameters that are not sharded (norms, biases of rowwise layers) see only a part of the positions or of the heads on
-every rank, so their gradients must be summed over the tp group: `TensorParallel.partial_gradients` names them.
+On every rank, unsharded parameters (norms, biases of rowwise layers) get only a part of the positions or heads. Their
+gradients must therefore be summed over the tp group; `TensorParallel.partial_gradients` names these parameters.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
 
 _SEQUENCE = 1
-"""The dim of hidden states [B, T, D] that is sharded between blocks."""
+"""Dim of hidden states [B, T, D] that is sharded between blocks."""
 
 _EXPERTS = "moe_tp_experts"
-"""Transformers' style of a mixture of experts. The experts stay whole: every tp rank routes its own positions."""
+"""Transformers' name for the style of a mixture of experts. Experts stay whole: every tp rank routes its positions."""
 
 _REPLICATED = {"replicated_with_grad_allreduce", _EXPERTS}
 
@@ -42,7 +42,7 @@ class TensorParallel:
 
     Attributes:
         group: the tp ranks.
-        boxes: name -> this rank's shard of every sharded parameter.
+        boxes: name of every sharded parameter -> this rank's shard.
         partial_gradients: names of unsharded parameters, whose gradients must be summed over the group.
         vocabulary: this rank's shard of the vocabulary.
     """
@@ -54,14 +54,14 @@ class TensorParallel:
 
 
 def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
-    """Module name -> colwise or rowwise, for every linear layer that tensor parallelism shards.
+    """Returns colwise or rowwise for every linear layer that tensor parallelism shards, by module name.
 
     Args:
         model: a Hugging Face causal language model, on any device.
         tp: size of the tp axis.
 
     Raises:
-        ConfigError: the architecture has no plan, or an unsupported one, or a size that tp does not divide.
+        ConfigError: the architecture has no plan or an unsupported plan, or tp does not divide a size.
     """
     config: Any = model.config
     plan = getattr(config, "base_model_tp_plan", None)
@@ -99,7 +99,7 @@ def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
 
 
 def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
-    """Refuses a plan that leaves out a parameter of a sharded block: it may be per head, and heads are sharded."""
+    """Refuses a plan that omits a parameter of a sharded block: it may be per head, and heads are sharded."""
     for block in sorted({name.rpartition(".")[0] for name in styles}):
         for name, _ in model.get_submodule(block).named_parameters(prefix=block):
             module = name.rpartition(".")[0]
@@ -113,7 +113,7 @@ def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[s
 
 
 def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
-    """Refuses sharded layers beside routed experts: they get tokens [N, D], whose sequence cannot be gathered."""
+    """Refuses sharded layers beside routed experts: their input is tokens [N, D], whose sequence cannot be gathered."""
     prefix = f"{model.base_model_prefix}."
     sparse = {
         name.rpartition(".")[0] + "."
@@ -132,10 +132,10 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
     Args:
         model: a full Hugging Face causal language model, or a pipeline stage of it.
         group: the tp ranks, two or more.
-        names: id of a parameter -> its name in the full model (a tied one may have another name in a stage).
+        names: id of a parameter -> its name in the full model (a tied parameter's name may differ in a stage).
 
     Raises:
-        ConfigError: the architecture has no plan, or an unsupported one, or a size that tp does not divide.
+        ConfigError: the architecture has no plan or an unsupported plan, or tp does not divide a size.
     """
     tp, rank = dist.get_world_size(group), dist.get_rank(group)
     styles = check_tp_plan(model, tp=tp)
@@ -174,7 +174,7 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
     gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
     for name in blocks:
         model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
-    # not from the head's weight, which a sharding engine may have emptied by then
+    # not from the head's weight, which a sharding engine may already have emptied
     config: Any = model.config
     vocabulary = VocabularyShard(group, rank * (config.vocab_size // tp))
     return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary)
@@ -193,7 +193,7 @@ def _check_divides(size: int, tp: int, what: str) -> None:
 def _gather_input(
     group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """[B, T / tp, D] -> [B, T, D] before a block whose linear layers are sharded."""
+    """Gathers [B, T / tp, D] to [B, T, D] before a block with sharded linear layers."""
     if args:
         return (all_gather(args[0], group, dim=_SEQUENCE), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": all_gather(kwargs["hidden_states"], group, dim=_SEQUENCE)}
@@ -202,27 +202,27 @@ def _gather_input(
 class RowwiseLinear(nn.Linear):
     """A linear layer whose input features are sharded over the ranks of `group`.
 
-    A layer gets this class in place, not a function bound to it, so that all layers share one compiled graph.
+    A layer's class is changed in place, without binding a function to it: all layers share one compiled graph.
     """
 
     group: dist.ProcessGroup
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features [B, T, D_in / tp] -> [B, T / tp, D_out]; the bias is added once, after the sum over ranks."""
+        """Computes [B, T / tp, D_out] from features [B, T, D_in / tp]; adds the bias once, after the sum over ranks."""
         out = reduce_scatter(self.product(features), self.group, dim=_SEQUENCE)
         return out if self.bias is None else out + self.bias
 
     def product(self, features: Tensor) -> Tensor:
-        """Features [B, T, D_in / tp] -> this rank's summand of the output [B, T, D_out], without the bias."""
+        """Computes this rank's summand of the output [B, T, D_out], without bias, from features [B, T, D_in / tp]."""
         return F.linear(features, self.weight)
 
 
 def _shard_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
-    """Shards an embedding by vocabulary: ids of other ranks' rows give zeros, and the sum over ranks has every row."""
+    """Shards an embedding by vocabulary: ids on other ranks give zeros, and the sum over ranks gives every row."""
     rows = embedding.weight.shape[0]
     first = dist.get_rank(group) * rows
     local_forward = embedding.forward
-    if embedding.padding_idx is not None:  # the padding row gets no gradient; only one rank holds it
+    if embedding.padding_idx is not None:  # the padding row gets no gradient; only one rank has it
         local_pad = embedding.padding_idx - first
         embedding.padding_idx = local_pad if 0 <= local_pad < rows else None
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy: the logits are sharded over ranks along the vocabulary, and never gathered."""
+"""Vocabulary-parallel cross-entropy: logits are sharded over ranks along the vocabulary, and never gathered."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipeline.data.micro_batch import IGNORE
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's shard of the vocabulary: the ids of its columns of the logits.
+    """This rank's shard of the vocabulary: the ids of its logit columns.
 
     Attributes:
-        group: the ranks that hold all shards; None when this rank has the full vocabulary.
+        group: the ranks that together have all shards; None if this rank has the full vocabulary.
         first: id of the first column.
     """
 
@@ -26,18 +26,18 @@ class VocabularyShard:
 
 
 FULL_VOCABULARY = VocabularyShard()
-"""The vocabulary on one rank, not sharded."""
+"""The unsharded vocabulary, on one rank."""
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
 ) -> tuple[Tensor, Tensor]:
-    """Sums over targets of -log p(target) and of (log Z)^2, Z being the sum of exp(logits); fp32.
+    """Sums -log p(target) and (log Z)^2 over targets, where Z is the sum of exp(logits); fp32.
 
     Args:
         logits: [B, T, V'], any float dtype.
         labels: int64 [B, T], IGNORE where there is no target.
-        vocabulary: ids of the V' columns. All ranks of its group get the same sums.
+        vocabulary: ids of the V' columns. All ranks of the group get the same sums.
     """
     nats, squares = _InPlaceCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
     return nats, squares
@@ -51,7 +51,7 @@ def cross_entropy_gradient(
     nats_weight: float = 1.0,
     squares_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The two sums of `cross_entropy`, and the gradient of their weighted sum with respect to the logits.
+    """Computes the two sums of `cross_entropy`, and the gradient of their weighted sum with respect to the logits.
 
     Returns:
         The sums, and the gradient [B, T, V'], in fp32 (fp64 for fp64 logits).
@@ -62,21 +62,21 @@ def cross_entropy_gradient(
 
 
 def target_nats(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY) -> Tensor:
-    """-log p(target) of every position, fp32 [B x T]; 0 where there is no target. Takes `cross_entropy`'s arguments."""
+    """Returns -log p(target) of every position, fp32 [B x T], 0 without a target; arguments as in `cross_entropy`."""
     return _softmax(logits.flatten(0, -2), labels.flatten(), vocabulary, by_row=True).nats
 
 
 class _Softmax(NamedTuple):
-    """Values of which loss and gradient are made, over N rows.
+    """Values from which loss and gradient are computed, for N rows.
 
     Attributes:
         exp: [N, V'], exp(logits - highest logit of the row).
         z: [N], sum of exp over the whole vocabulary.
         counts: bool [N], rows with a target.
         here: bool [N], rows whose target is among this rank's columns.
-        column: int64 [N, 1], of the target; 0 for others.
+        column: int64 [N, 1], column of the target; 0 if it is not on this rank.
         log_full: [N], log Z; 0 without a target.
-        nats: the sum of -log p(target); by row [N], with 0 where there is no target.
+        nats: sum of -log p(target); or, by row, [N] with 0 for rows without a target.
     """
 
     exp: Tensor
@@ -97,14 +97,15 @@ class _Softmax(NamedTuple):
         factor = ((self.counts * per_nat + 2.0 * self.log_full * per_square) / self.z).unsqueeze(-1)
         at_target = (self.here * -per_nat).to(self.exp.dtype).unsqueeze(-1)
         if torch.compiler.is_compiling():
-            # a kernel cannot write the gradient and scatter into it: 6 bytes per logit instead of 22 (sm_90, bf16)
+            # one kernel cannot both write the gradient and scatter into it: 6 bytes per logit instead of 22 (sm_90,
+            # bf16)
             columns = torch.arange(self.exp.shape[-1], device=self.exp.device)
             return self.exp * factor + torch.where(columns == self.column, at_target, 0.0)
         return self.exp.mul_(factor).scatter_add_(-1, self.column, at_target)
 
 
 def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_row: bool = False) -> _Softmax:
-    """Logits [N, V'], labels int64 [N]. Allocates one fp32 tensor of the size of the logits."""
+    """Computes the values for logits [N, V'], labels int64 [N]; allocates one fp32 tensor of the logits' size."""
     counts = labels != IGNORE
     local = labels - vocabulary.first
     here = counts & (local >= 0) & (local < logits.shape[-1])
@@ -113,7 +114,7 @@ def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_
     if vocabulary.group is not None:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=vocabulary.group)
     at_target = (logits.gather(-1, column).squeeze(-1) - highest) * here
-    exp = (logits - highest.unsqueeze(-1)).exp_()  # fp32 whatever the dtype of the logits, without a copy of them
+    exp = (logits - highest.unsqueeze(-1)).exp_()  # fp32 for every dtype of the logits, without a copy of them
     z = exp.sum(-1)
     if vocabulary.group is not None:
         both = torch.stack([at_target, z])
@@ -122,7 +123,7 @@ def _softmax(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard, *, by_
     log_z = z.log()
     nats = (log_z - at_target) * counts
     if not by_row:
-        nats = nats.sum()  # before the next tensor of N rows
+        nats = nats.sum()  # frees it before the next tensor of N rows
     return _Softmax(exp, z, counts, here, column, (log_z + highest) * counts, nats)
 
 

@@ -1,1 +1,1 @@
-"""Parametrization across sizes (muP, CompleteP): factors of learning rate, initialization, epsilon, weight decay."""
+"""Parametrization across sizes (muP, CompleteP): factors on learning rate, initialization, epsilon, weight decay."""

@@ -1,7 +1,7 @@
 """Kinds of parameters by Hugging Face name: the role of each parameter in a parametrization.
 
-Only architectures whose residual stream is `x + branch(norm(x))` are here: a norm after the branch, a multiplier in the
-config or experts would change the rules.
+Only architectures whose residual stream is `x + branch(norm(x))` are supported: a norm after the branch, a multiplier
+in the config or experts would change the rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ParameterKind(StrEnum):
     HIDDEN = "hidden weight"
     """Matrix within a residual branch, except its last."""
     BRANCH_OUTPUT = "last weight of a branch"
-    """The matrix that writes into the residual stream: it carries the multiplier of the branch."""
+    """Last matrix of a residual branch, which carries the multiplier of the branch."""
     BLOCK_VECTOR = "norm or bias in a layer"
     BRANCH_BIAS = "bias of the last weight of a branch"
     FINAL_NORM = "final norm"
@@ -59,14 +59,14 @@ _PREFIX = re.compile(r"^(model|transformer)\.")
 
 
 def kind_of(model_type: str, name: str) -> ParameterKind:
-    """The kind of a parameter.
+    """Returns the kind of a parameter.
 
     Args:
         model_type: model type of the Hugging Face config, e.g. llama.
         name: Hugging Face name.
 
     Raises:
-        ConfigError: the architecture, or a parameter of it, has no known rules.
+        ConfigError: the architecture or the parameter has no known rules.
     """
     if model_type not in FAMILIES:
         why = f"{model_type} has no CompleteP rules: they are known for {', '.join(FAMILIES)}"

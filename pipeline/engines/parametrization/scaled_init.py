@@ -13,10 +13,10 @@ from pipeline.models.construction.recorded_init import Fill
 
 
 class ScaledInit(InitByName):
-    """Initialization by name as the architecture initializes the base model, times each parameter's `Scale.init`.
+    """Initializes parameters by name like those of the base model, times each parameter's `Scale.init`.
 
-    So an architecture whose own initialization depends on width or depth (GPT-2's residual projections) is initialized
-    as the base model is. At the base model's own sizes every value is `InitByName`'s.
+    If an architecture's own initialization depends on width or depth (GPT-2's residual projections), the base model's
+    sizes are used. A model with the base model's sizes gets the values of `InitByName`.
 
     Args:
         model: the model, on meta, built by `build_meta`.
@@ -29,10 +29,10 @@ class ScaledInit(InitByName):
         self._parametrization, self._base = parametrization, InitByName(parametrization.base, seed=seed)
 
     def fills(self, name: str) -> tuple[Fill, ...]:
-        """See `InitByName.fills`.
+        """Implements `InitByName.fills`.
 
         Raises:
-            ConfigError: the architecture's code computes the values in another way than by numbers of one scale.
+            ConfigError: the architecture's code does not compute the values as numbers of one scale.
         """
         fills = self._base.fills(base_name(name))
         if fills is None:

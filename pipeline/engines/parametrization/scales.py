@@ -1,15 +1,15 @@
 """CompleteP (Dey et al. 2025, arXiv:2505.01618, table 1, alpha = 1) as factors per parameter.
 
-In width it is muP (Yang et al. 2022, arXiv:2203.03466, tables 3 and 8). The published form has two multipliers in the
-forward pass: 1 / m_L on every residual branch and 1 / m_N on the logits. Here they are folded into the parameter that
-they multiply: with a weight w' = a w instead of a multiplier a, Adam makes the same steps when the initial standard
-deviation and the learning rate are multiplied by a, and epsilon and weight decay divided by it (the abc-symmetry of
-Yang and Littwin 2023, arXiv:2308.01814). So the forward pass and exported models are the architecture's own. The
-derivation: docs/decisions/0033-completep.md.
+In width, CompleteP is muP (Yang et al. 2022, arXiv:2203.03466, tables 3 and 8). The published form has two multipliers
+in the forward pass: 1 / m_L on every residual branch and 1 / m_N on the logits. Here they are folded into the parameter
+that they multiply. With a weight w' = a w instead of a multiplier a, Adam makes the same steps if the initial standard
+deviation and the learning rate are multiplied by a, and epsilon and weight decay divided by a (the abc-symmetry of Yang
+and Littwin 2023, arXiv:2308.01814). So the forward pass and exported models are the architecture's own.
+docs/decisions/0033-completep.md has the derivation.
 
-Muon's update of a hidden matrix is orthogonal and does not grow with the gradient either, so that the multipliers fold
-as with Adam. Its rate follows from the size of the update that a layer needs: a spectral norm in proportion to
-sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023, arXiv:2310.17813, condition 1).
+Muon's update of a hidden matrix is orthogonal and does not grow with the gradient, so multipliers are folded as with
+Adam. Its learning rate follows from the update that a layer needs: its spectral norm is proportional to sqrt(outputs /
+inputs) (Yang, Simon and Bernstein 2023, arXiv:2310.17813, condition 1).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scale:
         init: factor on the initial values.
         lr: factor on the learning rate.
         eps: factor on AdamW's epsilon.
-        weight_decay: factor on the weight decay, where there is any.
+        weight_decay: factor on the weight decay, if any.
     """
 
     init: float = 1.0
@@ -53,7 +53,7 @@ class Scale:
     weight_decay: float = 1.0
 
     def multiplied(self, multiplier: float) -> Scale:
-        """Returns the scale with a multiplier of the forward pass folded into the parameter, for the same training."""
+        """Folds a multiplier of the forward pass into the parameter; returns the scale for the same training."""
         a = multiplier
         return Scale(self.init * a, self.lr * a, self.eps / a, self.weight_decay / a)
 
@@ -61,17 +61,17 @@ class Scale:
 def rule(
     kind: ParameterKind, *, fan_in: float, width: float, depth: float, tied: bool, orthogonal: float | None = None
 ) -> Scale:
-    """The factors of a kind of parameters.
+    """Returns the factors of a kind of parameter.
 
     Args:
         kind: the parameter's kind.
-        fan_in: columns of the matrix relative to the base model's; 1 for other kinds than hidden weights.
+        fan_in: columns of the matrix relative to the base model's; 1 for kinds that are not hidden weights.
         width: m_N, the hidden size relative to the base model's.
         depth: m_L, the decoder layers relative to the base model's.
-        tied: the head is the embedding, so that the final norm carries the multiplier of the logits.
+        tied: whether the head is the embedding; then the final norm carries the multiplier of the logits.
         orthogonal: factor on the learning rate of a matrix that Muon updates; None for other parameters.
     """
-    outside, inside = 1 / width, 1 / (width * depth)  # epsilon: gradients are that much smaller
+    outside, inside = 1 / width, 1 / (width * depth)  # epsilon: gradients are smaller by this factor
     rate = 1 / fan_in if orthogonal is None else orthogonal
     hidden = Scale(init=1 / math.sqrt(fan_in), lr=rate, eps=inside, weight_decay=1 / rate)
     vector = Scale(eps=inside)
@@ -107,7 +107,7 @@ class Parametrization:
     scales: Mapping[str, Scale]
 
     def update_scale(self, name: str, *, decayed: bool) -> UpdateScale:
-        """The factors on the optimizer's hyperparameters for a parameter."""
+        """Returns the factors on the optimizer's hyperparameters for a parameter."""
         scale = self.scales[name]
         return UpdateScale(weight_decay=scale.weight_decay if decayed else 0.0, lr=scale.lr, eps=scale.eps)
 
@@ -115,15 +115,15 @@ class Parametrization:
 def find_parametrization(
     section: ModelSection, model: nn.Module, optimizer: OptimizerSection | None = None
 ) -> Parametrization | None:
-    """The parametrization of a model; None where it is the standard one.
+    """Finds the parametrization of a model; None for the standard parametrization.
 
     Args:
         section: the config's `model`.
         model: the full model, on meta.
-        optimizer: the config's `optimizer`, on which learning rates depend; initial values do not.
+        optimizer: the config's `optimizer`, on which learning rates depend, but not initial values.
 
     Raises:
-        ConfigError: an architecture without rules, or base sizes that do not fit it.
+        ConfigError: the architecture has no rules, or the base sizes do not fit it.
     """
     if section.parametrization == "standard":
         return None
@@ -144,7 +144,7 @@ def find_parametrization(
 
 
 def _rates(model: nn.Module, base: nn.Module, muon: OptimizerSection) -> dict[str, float]:
-    """Name -> the factor on Muon's learning rate for a hidden matrix."""
+    """Returns the factor on Muon's learning rate for every hidden matrix, by name."""
     in_base = hidden_matrices(base)
     return {
         name: _needed(form, muon) / _needed(in_base[base_name(name)], muon)
@@ -153,8 +153,8 @@ def _rates(model: nn.Module, base: nn.Module, muon: OptimizerSection) -> dict[st
 
 
 def _needed(form: MatrixForm, muon: OptimizerSection) -> float:
-    """The learning rate for an update of spectral norm sqrt(outputs / inputs), whatever the sizes."""
-    [(outputs, inputs)] = {*form.matrices}  # the parts of what is fused are alike in all families that have rules
+    """Returns the learning rate at which an update has the spectral norm sqrt(outputs / inputs)."""
+    [(outputs, inputs)] = {*form.matrices}  # in all families with rules, fused matrices have equal shapes
     return math.sqrt(outputs / inputs) / update_scale(outputs, inputs, rule=str(muon.params.adjust_lr))
 
 
@@ -175,7 +175,7 @@ def _fan_in(model: nn.Module, name: str) -> int:
 
 
 def base_name(name: str) -> str:
-    """The parameter of the base model that has the same place: all its layers are initialized alike, as layer 0."""
+    """Returns the corresponding parameter's name in the base model; for all layers, that of its layer 0."""
     return ".".join("0" if part.isdigit() else part for part in name.split("."))
 
 
@@ -187,8 +187,8 @@ def build_base(section: ModelSection, config: PretrainedConfig) -> nn.Module:
         config: Hugging Face config of the model that is trained.
 
     Raises:
-        ConfigError: the sizes are none of this architecture, or the head size or the query heads per key/value head
-            are not the model's.
+        ConfigError: the architecture lacks a given size, or the head size or query heads per key/value head differ from
+            the model's.
     """
     assert section.base is not None
     base = _base_config(section.base, config)
@@ -199,7 +199,7 @@ def build_base(section: ModelSection, config: PretrainedConfig) -> nn.Module:
 def _base_config(sizes: BaseModelSection, config: PretrainedConfig) -> PretrainedConfig:
     base = copy.deepcopy(config)
     for key, value in sizes.model_dump(exclude_none=True).items():
-        if key == "intermediate_size" and hasattr(base, "n_inner"):  # GPT-2's name, which is no alias
+        if key == "intermediate_size" and hasattr(base, "n_inner"):  # GPT-2's name, but not an alias
             base.n_inner = value
             continue
         if not hasattr(base, key):
@@ -214,9 +214,9 @@ def _base_config(sizes: BaseModelSection, config: PretrainedConfig) -> Pretraine
 
 
 def _check_heads(section: ModelSection, base: PretrainedConfig, config: PretrainedConfig) -> None:
-    """Refuses another head size or sharing of key/value heads than the model's: width grows by the number of heads."""
+    """Refuses a head size or sharing of key/value heads other than the model's: only the number of heads may grow."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    free = bool(section.config and section.config.get("head_dim"))  # given, and no quotient of the hidden size
+    free = bool(section.config and section.config.get("head_dim"))  # given, not a quotient of the hidden size
     if not free and base.hidden_size != size * base.num_attention_heads:
         why = f"at hidden_size {base.hidden_size} heads would not have {size} dimensions, as the model's have"
         near = max(base.hidden_size // size, 1)

@@ -1,1 +1,1 @@
-"""Closed formulas of device memory (weights, gradients, optimizer states, activations) and of communication traffic."""
+"""Closed formulas for device memory (weights, gradients, optimizer states, activations) and communication traffic."""

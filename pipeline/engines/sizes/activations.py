@@ -1,6 +1,6 @@
-"""Sizes of a training step in a layout, and the activations and logits of its moments: what `memory` sums up.
+"""Sizes of a training step in a layout, and its activations and logits at several moments, as inputs of `memory`.
 
-Shapes as in `rank_model`; s bytes per element in forward and backward passes.
+Shapes are those of `rank_model`; s is the bytes per element in forward and backward passes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepSizes:
 
     @cached_property
     def states(self) -> float:
-        """Bytes per parameter of optimizer states, on this rank's average."""
+        """Bytes of optimizer states per parameter, averaged over this rank's parameters."""
         section, share = self.run.config.optimizer, self.rank.matrices / self.rank.parameters
         matrix, other = (len(section.kind.of(matrix=each).states) for each in (True, False))
         return (share * matrix + (1 - share) * other) * section.moments_bytes
@@ -54,7 +54,7 @@ class StepSizes:
 
     @cached_property
     def held(self) -> float:
-        """Elements whose optimizer states this rank keeps; an expert is sharded over the ranks that hold it."""
+        """Number of elements whose optimizer states this rank has; an expert is sharded over the ranks that have it."""
         whole, experts = (part.parameters for part in self.rank.apart())
         return whole / self.shards + experts / self.run.expert_shards
 
@@ -77,23 +77,23 @@ class StepSizes:
 
     @cached_property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return -(-self.run.batch.samples // (self.run.topology.dp * self.micro))
 
     @cached_property
     def waiting(self) -> int:
-        """Micro-batches whose I (gradients of inputs) is done and whose W (of weights) is not, with zero bubble."""
+        """With zero bubble, number of micro-batches with gradients of inputs (I), but not yet of weights (W)."""
         config, kind = self.run.config, self.run.config.parallel.schedule_kind
         if config.engine != "torch" or self.run.topology.pp == 1 or not kind.splits_backward or kind.v_shaped:
-            return 0  # DualPipeV splits backward passes where fewer activations live
+            return 0  # DualPipeV splits backward passes only when fewer activations live
         return min(self.accumulation - 1, self.pp_rank)
 
     @cached_property
     def backward_share(self) -> float:
         """Share of a backward pass that is done when the forward pass beside it ends (`parallel.ep_overlap`); else 1.
 
-        The two take turns at exchanges. A layer has two in each pass, and two more where full checkpointing repeats
-        them: the forward pass is ahead by as much.
+        The two passes take turns at exchanges. A layer has two exchanges in each pass, and two more if full
+        checkpointing repeats them; by these the forward pass is ahead.
         """
         memory = self.run.config.memory
         if not self.run.overlaps_exchange or memory.activation_checkpointing != "full":
@@ -102,14 +102,15 @@ class StepSizes:
 
     @cached_property
     def kept(self) -> float:
-        """Micro-batches, of all layers of this rank, whose activations live at one time.
+        """Number of micro-batches whose activations, in all layers of this rank, live at one time.
 
-        1F1B begins with as many forward passes as there are stages after this one, interleaved 1F1B with those of
-        2 (stages after) + (virtual stages - 1) pp chunks, pp of one virtual stage after pp of the one before. Source:
-        Narayanan et al. 2021 (arXiv:2104.04473), 2.2. Other schedules say themselves (`config.sections.layout`).
-        DualPipeV begins with 2 (stages after) + this one and the ranks before it of the first stage, and as many as
-        those of the second; then it has one more of the first in each pair of passes.
-        Without a pipeline it is one, which a forward pass beside it takes over layer by layer.
+        1F1B begins with as many forward passes as there are stages after this one. Interleaved 1F1B begins with the
+        forward passes of 2 (stages after) + (virtual stages - 1) pp chunks: pp of one virtual stage, then pp of the
+        next. Source: Narayanan et al. 2021 (arXiv:2104.04473), 2.2. DualPipeV begins with 2 (stages after) + (this rank
+        and the ranks before it) passes of the first stage, and (this rank and the ranks before it) of the second;
+        later, a pair of passes has one more of the first. Other schedules define the number themselves
+        (`config.sections.layout`). Without a pipeline it is one micro-batch, whose activations a forward pass beside it
+        replaces layer by layer.
         """
         topology, accumulation = self.run.topology, self.accumulation
         if topology.pp == 1:
@@ -132,9 +133,9 @@ class StepSizes:
 def loss(step: StepSizes) -> dict[str, float]:
     """Returns the bytes at the loss: all activations; logits in s bytes with fp32 exponentials.
 
-    Fused with the head, also the gradient of a chunk's logits, and for all rows the hidden states, their gradient, and
-    what the final norm keeps: an fp32 copy, and the normalized one. With an unfinished backward pass beside it, also
-    the layer which that one computes again.
+    For a loss fused with the head, they include the gradient of a chunk's logits. For all rows they then also include
+    the hidden states, their gradient, and the final norm's stored tensors (an fp32 copy and the normalized one). With
+    an unfinished backward pass beside it, they include the layer that this pass recomputes.
     """
     rows, each, beside = step.tokens, step.size + MASTER, 0.0
     chunk, run = step.chunk, step.run
@@ -158,21 +159,21 @@ def head_backward(step: StepSizes) -> dict[str, float]:
 def first_backward(step: StepSizes) -> dict[str, float]:
     """Returns the bytes in the last layer's backward pass: stored and recomputed activations, gradients of the MLP.
 
-    With a forward pass beside it, a layer of that one too.
+    With a forward pass beside it, they include a layer of the forward pass.
     """
     beside = whole_layer(step) if step.run.overlaps_exchange else 0.0
     return {"activations": stored(step) + _recomputed(step) + _backward_buffers(step) + beside}
 
 
 def sum_of_head(step: StepSizes) -> float:
-    """Bytes of the head's gradient, made at the loss: with several chunks an fp32 sum (`parallel.fused_head`)."""
+    """Returns the bytes of the head's gradient at the loss; with several chunks an fp32 sum (`parallel.fused_head`)."""
     chunk = step.chunk
     several = chunk is not None and chunk * step.micro < step.tokens
     return step.rank.head * (MASTER if several else step.size)
 
 
 def stored(step: StepSizes) -> float:
-    """Bytes of the activations of all layers that live when the backward pass begins."""
+    """Returns the bytes of all layers' activations that live when the backward pass begins."""
     memory = step.run.config.memory
     each = {"none": whole_layer, "full": _layer_input, "selective": _selected}[memory.activation_checkpointing](step)
     layers = len(step.rank.layers)
@@ -182,10 +183,10 @@ def stored(step: StepSizes) -> float:
 
 
 def _between_passes(step: StepSizes) -> float:
-    """Gradients that zero bubble keeps from a micro-batch's I to its W: of the outputs of matrix products and norms.
+    """Returns the bytes of gradients (of matrix products' and norms' outputs) that zero bubble stores from I to W.
 
-    Gradients per layer are those of gate and up, of query, key and value, four of hidden states, and two in fp32 of the
-    norms; those of the logits are added. Source: the storages at the peak of the last stage.
+    Each layer has gradients of gate and up, of query, key and value, four of hidden states, and two fp32 gradients of
+    the norms. The logits' gradients are added. Source: the storages at the peak of the last stage.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
     inner = (w.experts * step.load or 1) * 2 * w.intermediate + 2 * w.shared
@@ -195,7 +196,7 @@ def _between_passes(step: StepSizes) -> float:
 
 
 def received(step: StepSizes) -> float:
-    """Messages of a pipeline: at each border of a stage of this rank one is on its way, hidden states or gradients."""
+    """Bytes of pipeline messages (hidden states or gradients): one in flight at each border of this rank's stages."""
     rank = step.rank
     if step.run.topology.pp == 1 or step.run.config.engine != "torch":
         return 0.0
@@ -204,7 +205,7 @@ def received(step: StepSizes) -> float:
 
 
 def _sent(step: StepSizes) -> float:
-    """Outputs of stages but the last, which torch's stages keep until the backward pass of their micro-batch."""
+    """Bytes of outputs, of all but the last stage, that torch's stages keep until the micro-batch's backward pass."""
     alone = step.rank.last and step.rank.stages == 1
     if step.run.topology.pp == 1 or step.run.config.engine != "torch" or alone:
         return 0.0
@@ -212,7 +213,7 @@ def _sent(step: StepSizes) -> float:
 
 
 def _recomputed(step: StepSizes) -> float:
-    """The layer that is computed again for its backward pass."""
+    """Returns the bytes of the layer that is recomputed for its backward pass."""
     mode = step.run.config.memory.activation_checkpointing
     if mode == "none":
         return 0.0
@@ -224,14 +225,14 @@ def _layer_input(step: StepSizes) -> float:
 
 
 def whole_layer(step: StepSizes) -> float:
-    """Bytes that a layer's backward pass needs, eager: norms (an fp32 copy, normalized, scaled), attention, MLP."""
+    """Returns the bytes for a layer's eager backward pass: norms (an fp32 copy, normalized, scaled), attention, MLP."""
     w, s, tp = step.widths, step.size, step.run.topology.tp
     norms = 2 * w.hidden * ((MASTER + s) / tp + s)
     if w.head_norms:
         norms += (w.query + w.key_value) * (MASTER + s) / tp
-    # fused attention in fp32 takes as many heads of keys and values as of queries
+    # fused attention in fp32 needs as many heads of keys and values as of queries
     key_value = w.query if s == MASTER else w.key_value
-    outputs = 2 if step.run.topology.cp > 1 else 1  # of all positions, and of this rank's
+    outputs = 2 if step.run.topology.cp > 1 else 1  # the outputs for all positions, and for this rank's
     attention = (w.query + outputs * (w.output or w.query) + 2 * key_value) * s / tp + MASTER * w.heads / tp
     norms += w.latent * (MASTER + 2 * s)
     mlp = (_experts(step) if w.experts else 4 * w.intermediate * s / tp) + 4 * w.shared * s
@@ -239,35 +240,35 @@ def whole_layer(step: StepSizes) -> float:
 
 
 def _experts(step: StepSizes) -> float:
-    """Bytes per token: input, gate and up, their activation and product, and output of every chosen expert.
+    """Returns the bytes per token: input, gate and up, their activation and product, and output of every chosen expert.
 
-    With expert parallelism they are those of the rows that a rank gets, but for the outputs, which are back at the rank
-    that sent the rows: there is as much of them as tokens.
+    With expert parallelism, all but the outputs count per row that a rank gets. The outputs count per row that it
+    sends, since they have returned to the sending rank.
     """
     w, tp = step.widths, step.run.topology.tp if step.run.topology.ep > 1 else 1
     return w.experts * (w.hidden + step.load * (w.hidden + 4 * w.intermediate)) * step.size / tp
 
 
 def _selected(step: StepSizes) -> float:
-    """Selective checkpointing: outputs of matrix products and of attention, and the layer's input.
+    """Bytes that selective checkpointing stores: outputs of matrix products and attention, and the layer's input.
 
-    With expert parallelism, the rows of experts that came, and those that came back.
+    With expert parallelism, they include the received rows and the returned rows.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
     products = (w.query + 2 * w.key_value + 2 * w.intermediate) / tp + 2 * w.hidden + 2 * w.shared + w.latent
     if step.run.topology.ep > 1:
         products += (1 + step.load) * w.experts * w.hidden / tp
-    if tp > 1:  # what two reduce-scatters gave, and a sum with it; gathers are repeated
+    if tp > 1:  # results of two reduce-scatters, and a sum with one; gathers are repeated
         products += 3 * w.hidden / tp
     return step.tokens * s * (products + (w.output or w.query) / tp + w.hidden / tp)
 
 
 def _backward_buffers(step: StepSizes) -> float:
-    """Gradients within a layer's MLP: of the product (which is freed itself), of its two factors, of the hidden states.
+    """Bytes of gradients within a layer's MLP: of the product (itself freed), of its two factors, of the hidden states.
 
     A mixture of experts needs most memory when the weights' gradients exist, and gate, up and product are freed. With
-    expert parallelism, earlier: when its rows are computed again and wait to be sent back, there are those that came
-    and the experts' outputs in two orders; without recomputation, the outputs' gradients in two.
+    expert parallelism the peak is earlier: when recomputed rows wait to be sent back, the received rows and the
+    experts' outputs in two orders exist; without recomputation, the outputs' gradients in two orders.
     """
     w, s, tp = step.widths, step.size, step.run.topology.tp
     if step.run.topology.ep > 1:

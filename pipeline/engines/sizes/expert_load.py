@@ -1,11 +1,11 @@
-"""Load of the fullest rank of an expert-parallel group: its rows over the mean of all ranks.
+"""Load of the fullest rank of an expert-parallel group: its rows divided by the mean of all ranks.
 
-Nothing is dropped, so that memory and time follow the fullest rank. Its load is assumed from how the run balances its
-experts, unless it is given (`--imbalance`).
+No row is dropped, so memory and time depend on the fullest rank. Its load is estimated from the run's method of
+balancing experts, unless it is given (`--imbalance`).
 
-An expert that gets 1 + v times the mean of the experts alone makes its rank get as much. With n experts on a rank their
-deviations partly cancel: 1 + v / sqrt(n). No rank gets more than all rows that can meet there: each of a token's k
-experts is another one, so that ep min(k, n) / k bounds it.
+If the largest expert gets 1 + v times the mean, so does a rank with only this expert. With n experts on a rank,
+deviations partly cancel: 1 + v / sqrt(n). Since a token's k experts are distinct, at most min(k, n) of its rows go to
+one rank; the load is therefore at most ep min(k, n) / k.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.rank_model import Widths
 
 VIOLATION = {"bias": 0.04, "aux_loss": 0.72, "none": 2.4}
-"""moe.balance -> v. Balanced: the largest of a layer's experts over a validation set, of 1B and 64 experts (Wang et al.
-2024, arXiv:2408.15664, table 2). Not balanced: simulated, routers whose experts' logits differ by as much as a token's
-do, 128 experts, 8 chosen."""
+"""moe.balance -> v. Balanced: a layer's largest expert over a validation set, for 1B parameters and 64 experts (Wang et
+al. 2024, arXiv:2408.15664, table 2). Not balanced: simulated for 128 experts, 8 chosen, with logits that differ between
+experts as much as between tokens."""
 _SOURCE = {
     "bias": "published for a balance by bias",
     "aux_loss": "published for an auxiliary loss",
@@ -32,7 +32,7 @@ class ExpertLoad:
     """The load of the fullest rank.
 
     Attributes:
-        factor: rows of that rank over the mean; 1 without expert parallelism.
+        factor: the rank's rows divided by the mean; 1 without expert parallelism.
         most: upper bound of the factor.
         source: source of the factor, in words.
     """
@@ -43,7 +43,7 @@ class ExpertLoad:
 
     @property
     def text(self) -> str:
-        """One line on the load."""
+        """Describes the load in one line."""
         return (
             f"the fullest rank of ep gets {self.factor:.3g} x the mean of rows ({self.source}; {self.most:.3g} at most)"
         )
@@ -53,7 +53,7 @@ def expert_load(run: ResolvedRun, widths: Widths) -> ExpertLoad:
     """Returns the load for the formulas of memory and time.
 
     Args:
-        run: the resolved config; its `imbalance` is taken, up to the bound, where it is given.
+        run: the resolved config; its `imbalance`, if given, is used up to the bound.
         widths: sizes of a decoder layer of the run's model.
     """
     ep, chosen = run.topology.ep, widths.experts

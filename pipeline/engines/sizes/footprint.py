@@ -14,7 +14,7 @@ def footprint_of(run: ResolvedRun, model: nn.Module) -> Footprint | None:
     """Counts the tensors of every pipeline rank, from the full model on meta.
 
     Returns:
-        None for an architecture that is not built like Llama's.
+        The footprint; None for an architecture not built like Llama's.
 
     Raises:
         ConfigError: the architecture does not support the layout; see `pipeline_stages` and `check_tp_plan`.

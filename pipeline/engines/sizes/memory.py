@@ -1,10 +1,10 @@
 """Peak device memory of a training step, per rank and by kind, by closed formulas from sizes alone.
 
-The peak is the largest of a few moments of a step, each a sum of what lives then; `tests/plan/fake_gpu` holds the
-formulas to within 5 % of a step that is executed on fake tensors. Not in it: what the allocator loses to fragmentation,
-NCCL's and the kernels' own buffers, and the CUDA context (together some GB).
+The peak is the largest of a few moments of a step; each moment is the sum of the tensors that live then.
+`tests/plan/fake_gpu` checks that the formulas are within 5 % of a step executed on fake tensors. They do not include
+fragmentation of the allocator, buffers of NCCL and kernels, and the CUDA context (together some GB).
 
-Shapes as in `rank_model`; s bytes per element in forward and backward passes. Activations: `activations`.
+Shapes are those of `rank_model`; s is the bytes per element in forward and backward passes. See also `activations`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pipeline.engines.sizes.zero_memory import ZeroSizes
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 UPDATE_ELEMENTS = 1 << 27
-"""Parameters that the engine on one device updates at once (`engines.torch_native.single`)."""
+"""Number of parameters that the engine on one device updates at once (`engines.torch_native.single`)."""
 
 MATRIX_ELEMENTS, MATRIX_COPIES = 1 << 27, 6
-"""Elements of a round of Muon's exchange (`optim.matrix_exchange`), and its copies: sent, received, whole, and three of
-the iteration."""
+"""Elements in a round of Muon's exchange (`optim.matrix_exchange`), and copies of them: sent, received, whole, and
+three in the iteration."""
 
 TABLES = 2 * 4 * 8192
-"""Bytes of the tables by which weights are drawn (`models.construction.counter`), which stay in the host's memory."""
+"""Bytes of the tables for drawing weights (`models.construction.counter`), which stay in the host's memory."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a rank at one moment, by kind."""
+    """Memory of a rank at one moment in bytes, by kind."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -67,13 +67,13 @@ def caveat(run: ResolvedRun) -> str | None:
 def peak_memory(
     run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
 ) -> Bytes:
-    """The peak of a training step.
+    """Computes the peak of a training step.
 
     Args:
         run: the resolved config.
-        footprint: sizes of its model.
+        footprint: sizes of the run's model.
         pp_rank: rank in the pipeline.
-        micro: samples per micro-batch, of the same global batch; the run's own when None.
+        micro: samples per micro-batch, with the same global batch; None for the run's own.
         cpu: whether the device is a CPU; see `phases`.
     """
     moments = phases(run, footprint, pp_rank=pp_rank, micro=micro, cpu=cpu)
@@ -83,10 +83,10 @@ def peak_memory(
 def phases(
     run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0, micro: int | None = None, cpu: bool = False
 ) -> dict[str, Bytes]:
-    """Phase -> bytes at its largest moment; arguments as in `peak_memory`.
+    """Computes the bytes of each phase at its largest moment; arguments as in `peak_memory`.
 
-    On a CPU (`cpu`) offloaded states are in the same memory, and gloo copies the input of a reduce-scatter, which NCCL
-    does not; both are among the buffers.
+    On a CPU (`cpu`) offloaded states are in the same memory, and gloo, unlike NCCL, copies the input of a
+    reduce-scatter. Both count as buffers.
     """
     step = StepSizes(run, footprint.ranks[pp_rank], footprint.widths, micro or run.batch.micro, pp_rank, cpu)
     moments = {**_moments(step), **_matrices(step)}
@@ -97,18 +97,18 @@ def phases(
 
 
 def host_memory(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0) -> float:
-    """Bytes of host memory of a rank under DeepSpeed's offload to the CPU; 0 without offload."""
+    """Computes a rank's bytes of host memory with DeepSpeed's offload to the CPU; 0 without offload."""
     step = StepSizes(run, footprint.ranks[pp_rank], footprint.widths, run.batch.micro, pp_rank)
     return _zero(step).host if run.config.engine == "deepspeed" else 0.0
 
 
 def layer_activations(run: ResolvedRun, footprint: Footprint, *, pp_rank: int = 0) -> float:
-    """Bytes that the backward pass of one decoder layer needs of a micro-batch, without activation checkpointing."""
+    """Computes a micro-batch's bytes for the backward pass of a decoder layer, without activation checkpointing."""
     return whole_layer(StepSizes(run, footprint.ranks[pp_rank], footprint.widths, run.batch.micro, pp_rank))
 
 
 def largest_micro_batch(run: ResolvedRun, footprint: Footprint, *, memory: float, pp_rank: int = 0) -> int:
-    """The largest micro-batch that divides the global batch and whose peak fits so many bytes; 0 if none does."""
+    """Finds the largest micro-batch that divides the global batch and whose peak fits `memory` bytes, or 0."""
     least, multiple = micro_batch_constraints(run.config.parallel, run.topology)
     samples = run.batch.samples // run.topology.dp
 
@@ -131,7 +131,7 @@ def _moments(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _matrices(step: StepSizes) -> dict[str, Bytes]:
-    """Muon: beside the sharded state what is sent of every matrix, and a round of the exchange with its products."""
+    """Muon: besides the sharded state, the sent part of every matrix, and a round of the exchange with its products."""
     rank, width = step.rank, 4 if step.cpu else 2
     if not rank.matrices:
         return {}
@@ -151,16 +151,16 @@ def _matrices(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _single(step: StepSizes) -> dict[str, Bytes]:
-    """One device (`engines.torch_native.single`): bf16 weights and the 16 bits that they lack of their fp32 masters."""
+    """One device (`engines.torch_native.single`): bf16 weights, and the other 16 bits of their fp32 masters."""
     rank, s, several = step.rank, step.size, step.accumulation > 1
     masters = {2: 2, 4: 0}[s] if not step.run.config.fp16.enabled else MASTER
     base = Bytes(weights=(s + masters) * rank.parameters, optimizer=step.states * rank.parameters)
-    before = MASTER * rank.parameters if several else 0  # fp32 sums of the micro-batches before
+    before = MASTER * rank.parameters if several else 0  # fp32 sums of earlier micro-batches
     whole = (MASTER if several else s) * rank.parameters
     at_once = min(rank.parameters, max(UPDATE_ELEMENTS, rank.largest))
     copies = at_once * (0 if s == MASTER else MASTER)
     update = replace(base, weights=base.weights + (copies if masters == 2 else 0))
-    ahead = 0 if several else s * rank.head  # of several micro-batches it is in the sum by then
+    ahead = 0 if several else s * rank.head  # with several micro-batches it is already in the sum
     return {
         "loss": replace(base, gradients=before + sum_of_head(step), **loss(step)),
         "backward": replace(base, gradients=before + ahead + s * max(rank.layers), **first_backward(step)),
@@ -169,13 +169,13 @@ def _single(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _plain(step: StepSizes) -> dict[str, Bytes]:
-    """One process: weights in s bytes with fp32 masters, all gradients in s bytes before they are added up in fp32."""
+    """One process: weights in s bytes with fp32 masters; all gradients in s bytes until they are added up in fp32."""
     rank, s, mixed = step.rank, step.size, step.size < MASTER
     weights = rank.parameters * (s + MASTER if mixed else MASTER)
     base = Bytes(weights=weights, optimizer=step.states * rank.parameters)
     several = step.accumulation > 1
     added = MASTER * rank.parameters if mixed and several else 0
-    if mixed:  # an fp32 copy of one gradient at a time, and of all once
+    if mixed:  # an fp32 copy of one gradient at a time, and once of all gradients
         copied = MASTER * rank.largest if several else (MASTER - s) * rank.parameters
         accumulate = s * rank.parameters + added + copied
     else:
@@ -189,15 +189,15 @@ def _plain(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _sharded(step: StepSizes) -> dict[str, Bytes]:
-    """FSDP2 (`torch_native.fsdp_units`): fp32 shards; a stage gathers one unit ahead of the one it computes.
+    """FSDP2 (`torch_native.fsdp_units`): fp32 shards; a stage gathers the next unit while it computes one.
 
-    The experts of expert parallelism are units of their own, beside which the next layer's others are gathered.
+    With expert parallelism, experts are separate units; beside them the next layer's other parameters are gathered.
     """
     rank, s, n = step.rank, step.size, step.shards
     unit, per_layer = max(rank.layers), step.stage == 3
     ahead = max(whole - own for whole, own in zip(rank.layers, rank.experts, strict=True))
     several = step.accumulation > 1
-    # gradients are reduced once per step by stage 0 and in pipelines, else after every micro-batch
+    # gradients are reduced once per step at stages 0 and 1 and in pipelines, else after every micro-batch
     once = step.stage < 2 or (step.run.topology.pp > 1 and not per_layer)
     masters, sharing = MASTER * step.held, rank.parameters / step.held
     held = MASTER * _accumulated(step) / (1 if once else sharing) if several else 0.0
@@ -222,7 +222,7 @@ def _sharded(step: StepSizes) -> dict[str, Bytes]:
     if step.cpu and n > 1 and not once:  # gloo copies the input of a reduce-scatter
         left = stored(step) - received(step)
         left = left * (1 - 1 / max(1, len(rank.layers) * step.kept)) + received(step)
-        # a tied head's gradient waits for that of the embedding; the layer's own weights are free by then
+        # a tied head's gradient waits for the embedding's; the layer's own weights are already freed
         own = held + MASTER * unit * (1 + 1 / n) + (0 if rank.separate else s * rank.head)
         free = replace(backward, weights=backward.weights - s * unit)
         staged["backward, reduction on a CPU"] = replace(free, gradients=own, buffers=MASTER * unit, activations=left)
@@ -239,25 +239,25 @@ def _sharded(step: StepSizes) -> dict[str, Bytes]:
 
 
 def _accumulated(step: StepSizes) -> int:
-    """Elements that have gradients of earlier micro-batches when most activations exist.
+    """Returns the number of elements with gradients of earlier micro-batches when most activations exist.
 
-    With interleaved stages all micro-batches, if there are no more than stages, pass the last one before another one's
-    backward pass.
+    With interleaved stages and at most as many micro-batches as pipeline ranks, all micro-batches pass the last stage
+    before the backward pass of another stage.
     """
     rank, pp = step.rank, step.run.topology.pp
-    if rank.stages == 1:  # a pipeline that keeps all micro-batches has most before the first one's backward pass
+    if rank.stages == 1:  # a pipeline that keeps all micro-batches has most activations before the first backward pass
         return 0 if pp > 1 and step.accumulation <= step.kept else rank.parameters
     if step.accumulation > pp:
         return rank.parameters
     if step.run.config.parallel.schedule_kind.splits_backward:
-        return 0  # gradients of weights come last
+        return 0  # gradients of weights are computed last
     return sum(rank.layers[len(rank.layers) - rank.stage_layers[-1] :]) + rank.head
 
 
 def _mlp_gradients(step: StepSizes) -> float:
-    """Gradients of a layer that exist when most of its activations do: of the MLP, the last of its three matrices.
+    """Returns bytes of a layer's gradients when most of its activations exist: of the last of the MLP's three matrices.
 
-    None of the experts of expert parallelism; see `activations`.
+    Experts under expert parallelism have no gradients then; see `activations`.
     """
     w = step.widths
     if step.run.topology.ep > 1:
@@ -279,7 +279,7 @@ def _deepspeed(step: StepSizes) -> dict[str, Bytes]:
         first = {}
     backward = replace(base, buffers=zero.bucket)
     at_loss = base
-    if zero.unbucketed:  # gradients in bf16 of the backward passes before, until the step ends
+    if zero.unbucketed:  # bf16 gradients of earlier backward passes, until the step ends
         before = step.size * step.rank.parameters if step.accumulation > step.kept else 0.0
         at_loss = replace(base, gradients=base.gradients + before)
         own = before or step.size * step.rank.head + _mlp_gradients(step)

@@ -1,11 +1,11 @@
 """The least that a rank must send and receive in a training step, by closed formulas from sizes alone.
 
-What is counted are the bytes of the whole tensor of a collective: what an all-gather returns, what a reduce-scatter or
-an all-reduce is given, what an all-to-all exchanges, a message. `docs/reference/communication.md` shows what the
-engines really do beside it. The least is that of the layout, with everything in the dtype of forward and backward
-passes, and without recomputation.
+The formulas count the bytes of a collective's whole tensor: the output of an all-gather, the input of a reduce-scatter
+or an all-reduce, the exchanged rows of an all-to-all, a message. `docs/reference/communication.md` compares them with
+the engines' actual traffic. They give the least traffic of a layout, with all tensors in the dtype of forward and
+backward passes, and without recomputation.
 
-Shapes as in `rank_model`; s bytes per element in forward and backward passes.
+Shapes are those of `rank_model`; s is the bytes per element in forward and backward passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrafficLayout:
         run: the resolved config.
         rank: one rank's part of the model.
         widths: sizes of a decoder layer.
-        routed: elements that a mixture of experts sums over all ranks (2 x layers x experts); 0 of a dense model.
+        routed: elements that a mixture of experts sums over all ranks (2 x layers x experts); 0 for a dense model.
     """
 
     run: ResolvedRun
@@ -40,7 +40,7 @@ class TrafficLayout:
 
     @property
     def hidden(self) -> int:
-        """Bytes of the hidden states of a micro-batch, of all tp ranks: B T D s."""
+        """Bytes of a micro-batch's hidden states on all tp ranks together: B T D s."""
         return self.tokens * self.widths.hidden * self.size
 
     @property
@@ -50,7 +50,7 @@ class TrafficLayout:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return self.run.batch.accumulation
 
     @property
@@ -59,7 +59,7 @@ class TrafficLayout:
         return self.run.config.zero_optimization.stage
 
     def apart(self) -> tuple[TrafficLayout, TrafficLayout]:
-        """Separates parameters sharded over all data ranks from experts, sharded over the ranks that hold them."""
+        """Separates parameters sharded over all data ranks from experts, sharded over the ranks that have them."""
         rest, experts = self.rank.apart()
         return replace(self, rank=rest), replace(self, rank=experts)
 
@@ -70,22 +70,22 @@ def weights(layout: TrafficLayout) -> int:
 
 
 def gradients(layout: TrafficLayout) -> int:
-    """Reductions of gradients: once per micro-batch where they are sharded between micro-batches, else once."""
+    """Reductions of gradients: once per micro-batch if they are sharded between micro-batches, else once."""
     return reduced(layout.apart()[0])
 
 
 def expert_weights(layout: TrafficLayout) -> int:
-    """All-gathers of the experts of expert parallelism, as in `weights`, over the ranks that hold the same experts."""
+    """All-gathers of experts with expert parallelism, as in `weights`, over the ranks that have the same experts."""
     return gathered(layout.apart()[1]) if layout.run.expert_shards > 1 else 0
 
 
 def expert_gradients(layout: TrafficLayout) -> int:
-    """Reductions of the gradients of the experts of expert parallelism, as in `gradients`."""
+    """Reductions of experts' gradients with expert parallelism, as in `gradients`."""
     return reduced(layout.apart()[1]) if layout.run.topology.edp > 1 else 0
 
 
 def gathered(layout: TrafficLayout) -> int:
-    """All-gathers of all that a rank holds, sharded over one group."""
+    """All-gathers of all parameters of a rank, sharded over one group."""
     rank, stage = layout.rank, layout.stage
     if stage == 0:
         return 0
@@ -96,7 +96,7 @@ def gathered(layout: TrafficLayout) -> int:
 
 
 def reduced(layout: TrafficLayout) -> int:
-    """Reductions of the gradients of all that a rank holds, over one group."""
+    """Reductions of the gradients of all parameters of a rank, over one group."""
     sharded = layout.stage == 3 or (layout.stage == 2 and layout.run.topology.pp == 1)
     return (layout.micro_batches if sharded else 1) * layout.size * layout.rank.parameters
 
@@ -104,7 +104,7 @@ def reduced(layout: TrafficLayout) -> int:
 def tensor_gathers(layout: TrafficLayout) -> int:
     """All-gathers of hidden states: before attention and MLP, in both passes; before the head, after the embedding.
 
-    The backward pass of a gather is a scatter and the other way round. Source: Korthikanti et al. 2022
+    The backward pass of a gather is a scatter, and that of a scatter is a gather. Source: Korthikanti et al. 2022
     (arXiv:2205.05198), section 4.2.2.
     """
     ends = int(layout.rank.first) + int(layout.rank.last)
@@ -117,7 +117,7 @@ def tensor_scatters(layout: TrafficLayout) -> int:
 
 
 def tensor_reductions(layout: TrafficLayout) -> int:
-    """All-reduces over tp: the maximum and two sums of a vocabulary-parallel loss, in fp32; gradients of norms once."""
+    """All-reduces over tp: maximum and two sums of a vocabulary-parallel loss, in fp32; once, norms' gradients."""
     loss = layout.micro_batches * layout.tokens * 3 * 4 if layout.rank.last else 0
     data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
     return loss + layout.size * -(-layout.rank.small // data)
@@ -126,7 +126,7 @@ def tensor_reductions(layout: TrafficLayout) -> int:
 def attention_exchanges(layout: TrafficLayout) -> int:
     """Ulysses: all-to-alls of queries, keys, values and outputs forward, and of their gradients backward.
 
-    Ring attention: keys and values to the next rank, cp - 1 times in either pass.
+    Ring attention: keys and values sent to the next rank, cp - 1 times in each pass.
     """
     cp, widths = layout.run.topology.cp, layout.widths
     if layout.run.zigzag:
@@ -138,54 +138,54 @@ def attention_exchanges(layout: TrafficLayout) -> int:
 
 
 def attention_gradients(layout: TrafficLayout) -> int:
-    """Ring attention: gradients of keys and values to the next rank, cp times; Ulysses has none apart."""
+    """Ring attention: gradients of keys and values sent to the next rank, cp times; 0 for Ulysses."""
     return layout.run.topology.cp * _keys_and_values(layout) if layout.run.zigzag else 0
 
 
 def _keys_and_values(layout: TrafficLayout) -> int:
-    """Bytes of a rank's keys and values, of all layers and micro-batches."""
+    """Returns the bytes of a rank's keys and values in all layers and micro-batches."""
     return layout.micro_batches * len(layout.rank.layers) * layout.tokens * 2 * layout.widths.key_value * layout.size
 
 
 def expert_exchanges(layout: TrafficLayout) -> int:
-    """All-to-alls of expert parallelism: the rows of a token's experts there and back, forward and backward.
+    """All-to-alls of expert parallelism: rows sent to experts and back, forward and backward.
 
-    Rows that a rank sends; on the fullest rank there are as many more on the way back as it gets.
+    Counts the rows that a rank sends; the fullest rank sends back more, as many as it gets.
     """
     rows = layout.tokens * layout.widths.experts // layout.run.topology.tp
     return 4 * layout.micro_batches * _sparse_layers(layout) * rows * layout.widths.hidden * layout.size
 
 
 def expert_counts(layout: TrafficLayout) -> int:
-    """All-to-alls of the number of rows for every expert, int64, before each of `expert_exchanges` forward."""
+    """All-to-alls of the number of rows for every expert, int64, before each forward exchange of `expert_exchanges`."""
     return 8 * layout.micro_batches * _sparse_layers(layout) * layout.widths.all_experts
 
 
 def _sparse_layers(layout: TrafficLayout) -> int:
-    """Layers whose experts are divided by expert parallelism."""
+    """Returns the number of layers whose experts are divided by expert parallelism."""
     return sum(each > 0 for each in layout.rank.experts)
 
 
 def stage_messages(layout: TrafficLayout) -> int:
-    """Bytes that a rank of a pipeline sends: hidden states to the next stage, gradients to the one before."""
+    """Returns bytes that a pipeline rank sends: hidden states to the next stage, gradients to the previous stage."""
     rank = layout.rank
     borders = 2 * rank.stages - int(rank.first) - int(rank.last)
     return layout.micro_batches * borders * layout.hidden // layout.run.topology.tp
 
 
 def received_messages(layout: TrafficLayout) -> int:
-    """Bytes that a rank of a pipeline receives: as many as it sends."""
+    """Returns the bytes that a pipeline rank receives, as many as it sends."""
     return stage_messages(layout)
 
 
 def tied_weights(layout: TrafficLayout) -> int:
-    """The gradient of an embedding and head that are one, between the first and the last stage."""
+    """Gradient of a tied embedding and head, all-reduced between the first and the last stage."""
     data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
     return layout.size * layout.rank.tied // data
 
 
 def numbers(layout: TrafficLayout) -> int:
-    """One all-reduce of numbers for the host, fp64: loss, its parts, the squared norm; the load of experts."""
+    """One fp64 all-reduce of numbers for the host: loss and its parts, squared norm, load of experts."""
     parts = 2 if layout.run.config.loss.z_loss else 0
     return 8 * (1 + parts + 1 + layout.routed)
 
@@ -207,4 +207,4 @@ PURPOSES: dict[str, Callable[[TrafficLayout], int]] = {
     "tied weights": tied_weights,
     "numbers of the step": numbers,
 }
-"""Purpose -> the least bytes of a step."""
+"""Purpose of the traffic -> function that returns its least bytes in a step."""

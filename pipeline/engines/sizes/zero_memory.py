@@ -1,14 +1,14 @@
-"""Sizes of the buffers of DeepSpeed's ZeRO on a rank, as its source (0.19.8, `deepspeed/runtime`) allocates it.
+"""Sizes of the buffers that DeepSpeed's ZeRO (0.19.8, `deepspeed/runtime`) allocates on a rank.
 
-`memory` sums them at moments of a step. s is the width of forward and backward passes in bytes, P the rank's elements.
+`memory` sums them at moments of a step. s is the bytes per element in forward and backward passes.
 
-- Stage 1 in bf16 with fp32 accumulation is `bf16_optimizer.BF16_Optimizer`, which has no bucket: an fp32 gradient of
-  all elements for as long as it lives, and from the first backward pass of a step to its end all gradients in bf16 too.
-  It reduces after the last backward pass through flat copies of 5e8 elements.
-- Other runs of stage 1, and stage 2, are `zero.stage_1_and_2`. The first gradient of a backward pass allocates a bucket
-  of the whole `reduce_bucket_size` (two with `overlap_comm`), in the model's dtype, or at stage 1 in that of
-  accumulation; a pipeline allocates another one in the dtype of communication when it reduces, after all of them.
-- Stage 3 (`zero.stage3`) allocates one bucket for good, in the dtype of communication.
+- Stage 1 in bf16 with fp32 accumulation uses `bf16_optimizer.BF16_Optimizer`, which has no bucket. It permanently has
+  an fp32 gradient of all elements; from the first backward pass of a step to the step's end, also all bf16 gradients.
+  After the last backward pass it reduces through flat copies of 5e8 elements.
+- Other runs at stage 1, and stage 2, use `zero.stage_1_and_2`. The first gradient of a backward pass allocates a bucket
+  of the whole `reduce_bucket_size` (two with `overlap_comm`), in the model's dtype, or at stage 1 in the dtype of
+  accumulation. A pipeline allocates another one, in the dtype of communication, to reduce after all backward passes.
+- Stage 3 (`zero.stage3`) permanently has one bucket, in the dtype of communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.engines.parallel.rank_model import RankModel, Widths
 
 _FP32 = 4
 _DEFAULT_BUCKET, _DEFAULT_PREFETCH, _DEFAULT_LIVE, _DEFAULT_PERSISTENT = 5e8, 5e7, 1e9, 1e5
-"""Elements: DeepSpeed's defaults of `reduce_bucket_size` and of the `stage3_` settings."""
+"""DeepSpeed's defaults of `reduce_bucket_size` and the `stage3_` settings, in elements."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ZeroSizes:
         rank: sizes of the rank's part of the model.
         widths: sizes of a decoder layer.
         size: bytes per element in forward and backward passes (s).
-        held: elements of which the rank keeps optimizer states.
+        held: number of elements whose optimizer states the rank has.
         states: bytes per parameter of optimizer states.
     """
 
@@ -55,7 +55,7 @@ class ZeroSizes:
 
     @property
     def accumulated(self) -> int:
-        """Bytes of an element of accumulated gradients."""
+        """Bytes per element of accumulated gradients."""
         config = self.run.config
         return self.size if config.data_types.grad_accum_dtype == "bf16" else _FP32
 
@@ -66,7 +66,7 @@ class ZeroSizes:
 
     @property
     def weights(self) -> float:
-        """Weights between steps, with their masters."""
+        """Bytes of weights and their masters between steps."""
         elements = self.rank.parameters
         masters = 0.0 if self.offloaded else _FP32 * self.held
         if self.stage < 3:
@@ -76,12 +76,12 @@ class ZeroSizes:
 
     @property
     def optimizer(self) -> float:
-        """Optimizer states."""
+        """Bytes of optimizer states."""
         return 0.0 if self.offloaded else self.states * self.held
 
     @property
     def gradients(self) -> float:
-        """Accumulated gradients."""
+        """Bytes of accumulated gradients."""
         if self.stage == 1:
             return float(self.accumulated * self.rank.parameters)
         if self.offloaded:
@@ -96,12 +96,12 @@ class ZeroSizes:
 
     @property
     def communicated(self) -> int:
-        """Bytes of an element that is reduced."""
+        """Bytes per element in a reduction."""
         return 2 if self.run.config.communication_data_type == "bf16" else _FP32
 
     @property
     def bucket(self) -> float:
-        """Gradient buckets in memory during backward passes."""
+        """Bytes of gradient buckets during backward passes."""
         if self.unbucketed:
             return 0.0
         if self.stage == 3:
@@ -125,7 +125,7 @@ class ZeroSizes:
 
     @property
     def reduced_share(self) -> float:
-        """Share of the layers whose backward pass fills a bucket; 1 where the reduction waits for all layers."""
+        """Share of the layers whose backward passes fill a bucket; 1 if the reduction waits for all layers."""
         if self.stage == 1:
             return 1.0
         return min(1.0, self.bucket_elements / max(1, self.rank.parameters))
@@ -144,10 +144,10 @@ class ZeroSizes:
 
     @property
     def gathered(self) -> float:
-        """Weights that stage 3 has whole between the forward and the backward pass.
+        """Bytes of weights that stage 3 has whole between the forward and the backward pass.
 
         A parameter that is used again within `stage3_max_reuse_distance` elements is not released, and others are
-        gathered ahead until there are `stage3_max_live_parameters`. At least, one layer, or embedding or head.
+        gathered in advance up to `stage3_max_live_parameters`. At least one layer, or embedding or head, is gathered.
         """
         live = self.run.config.zero_optimization.stage3_max_live_parameters
         apart = self.rank.head if self.rank.separate else self.rank.rest
@@ -156,14 +156,14 @@ class ZeroSizes:
 
     @property
     def prefetched(self) -> float:
-        """The flat buffer of weights that are gathered ahead, which are copied out of it one by one."""
+        """Bytes of the flat buffer of weights gathered in advance, from which they are copied one by one."""
         size = self.run.config.zero_optimization.stage3_prefetch_bucket_size
         limit = _DEFAULT_PREFETCH if size is None else size
         return self.size * min(self.rank.parameters - self.persistent, limit)
 
     @property
     def secondary(self) -> float:
-        """Secondary shards of `zero_hpz_partition_size`."""
+        """Bytes of the secondary shards of `zero_hpz_partition_size`."""
         node = self.run.config.zero_optimization.zero_hpz_partition_size
         return self.size * self.rank.parameters / node if node else 0.0
 
@@ -171,8 +171,8 @@ class ZeroSizes:
     def host(self) -> float:
         """Bytes of host memory: offloaded masters, moments, two fp32 gradients, and shards of the weights.
 
-        `fp32_partitioned_groups_flat` with their `grad`, and `grad_partitions_flat_buffer`. With the optimizer on NVMe
-        that buffer, the sums of gradients over micro-batches, is in host memory all the same.
+        They are in `fp32_partitioned_groups_flat` with `grad`, and `grad_partitions_flat_buffer`. The latter has the
+        sums of gradients over micro-batches, and is in host memory even if the optimizer is on NVMe.
         """
         section = self.run.config.zero_optimization
         elements = {"cpu": 3 * _FP32 + self.states, "nvme": float(self.accumulated)}

@@ -1,7 +1,7 @@
-"""A step about which its device decides: whether the update is applied, and how far gradients are clipped.
+"""A step in which the device decides whether the update is applied and how far gradients are clipped.
 
-Fused optimizers of torch take both as tensors: gradients are divided by `grad_scale`, and nothing is changed, step
-counters included, where `found_inf` is 1. So the host reads no number before it has begun the next step.
+torch's fused optimizers accept both as tensors: gradients are divided by `grad_scale`, and if `found_inf` is 1 nothing
+changes, step counters included. So the host need not read a number before it begins the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UpdateDecision:
     """The device's decision about an update.
 
     Attributes:
-        vetoed: bool scalar: nothing is to change.
+        vetoed: whether nothing may change, bool scalar.
         grad_scale: fp32 scalar by which gradients are divided: the loss scale, times the excess over the clipping norm.
     """
 
@@ -33,7 +33,7 @@ class UpdateDecision:
     grad_scale: Tensor
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
-        """Makes the optimizer's step, or none. The optimizer takes `grad_scale` and `found_inf`."""
+        """Makes the optimizer's step unless it is vetoed. The optimizer must support `grad_scale` and `found_inf`."""
         set_learning_rate(optimizer, lr)
         taking: Any = optimizer
         taking.grad_scale, taking.found_inf = self.grad_scale, self.vetoed.float()
@@ -48,11 +48,11 @@ def decide(
 
     Args:
         loss: fp64 scalar, over all ranks.
-        norm: fp64 scalar, of the unscaled global gradient.
+        norm: norm of the unscaled global gradient, fp64 scalar.
         limits: largest loss and gradient norm with which the update is made.
-        clip: the largest norm; 0 is no clipping. DeepSpeed's rule, with its 1e-6: see `update_factor`.
+        clip: the largest norm; 0 for no clipping. DeepSpeed's rule, with its 1e-6: see `update_factor`.
         scale: the loss scale.
-        after: the step before, while its result is not known: its veto is one of this step, too. None: it is known.
+        after: the previous step, if its result is unknown: its veto applies to this step, too. None otherwise.
     """
     allowed = torch.isfinite(loss) & torch.isfinite(norm) & (loss <= limits.loss) & (norm <= limits.grad_norm)
     vetoed = ~allowed
@@ -63,7 +63,7 @@ def decide(
 
 
 class DeferredStep:
-    """A step that was begun; its numbers are on their way to the host. Collective with a mixture of experts.
+    """A step that was begun, whose numbers are being copied to the host. Collective with a mixture of experts.
 
     Args:
         step: the step's batch.
@@ -71,8 +71,8 @@ class DeferredStep:
         decision: the device's decision about the update.
         names: names of the loss's parts.
         limits: largest loss and gradient norm with which the update is made.
-        scaler: the run's loss scaler, which is told the outcome.
-        measures: measures of the step, which end with it.
+        scaler: the run's loss scaler, which gets the outcome.
+        measures: measures of the step, which end with the step.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DeferredStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """See `PendingStep.result`."""
+        """Implements `PendingStep.result`."""
         if self._result is None:
             values = iter(self._copy.read())
             means, (norm,), host, *measured = [[next(values) for _ in range(size)] for size in self._sizes]

@@ -17,7 +17,7 @@ class ExchangedGradients:
     _exchange: GradientExchange | None = None
 
     def exchange_gradients_by(self, exchange: GradientExchange) -> None:
-        """See `ExchangesGradients`."""
+        """Implements `ExchangesGradients.exchange_gradients_by`."""
         self._exchange, self.deferred = exchange, False
 
     def _exchanged(
@@ -28,13 +28,13 @@ class ExchangedGradients:
         gradients: Callable[[], Sequence[Tensor]],
         train: Callable[[Sequence[MicroBatch]], Tensor],
     ) -> Tensor:
-        """Sums gradients, in place, and loss sums over the replicas; runs micro-batches that a dead replica left.
+        """Sums gradients, in place, and loss sums over the replicas; runs micro-batches left by a dead replica.
 
         Args:
             step: the step's batch, whose micro-batches have been run.
-            sums: sums of the loss and its parts over them, [1 + parts].
-            gradients: returns this rank's gradients, as `GradientExchange` takes them.
-            train: runs micro-batches and accumulates their gradients; returns their sums.
+            sums: sums of the loss and its parts over these micro-batches, [1 + parts].
+            gradients: function that returns this rank's gradients in the form for `GradientExchange`.
+            train: function that runs micro-batches, accumulates their gradients and returns their sums.
 
         Returns:
             The sums of all samples of the step.

@@ -1,8 +1,8 @@
 """Gradient accumulation: forward and backward passes of a step's micro-batches, without pipeline parallelism.
 
-With `parallel.ep_overlap` the forward pass of a micro-batch runs beside the backward pass of the one before it, in
-turns (`parallel.overlapped_passes`). Gradients are added up in the same order, so that nothing of the result changes.
-The first forward pass of a step is alone, and compiles: on a device, tracing takes torch's thread for backward passes.
+With `parallel.ep_overlap` the forward pass of a micro-batch runs beside the backward pass of the previous one, in turns
+(`parallel.overlapped_passes`). Gradients are added up in the same order, so the result is the same. The first forward
+pass of a step runs alone and compiles, because on a device tracing needs torch's thread for backward passes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class GradientAccumulation:
 
     Args:
         root: the module that `sharding.shard_decoder` sharded.
-        stage: ZeRO stage of the sharding; decides when gradients are reduced.
+        stage: ZeRO stage of the sharding, which determines when gradients are reduced.
         device: this rank's device.
-        passes: runs a forward and a backward pass in turns; None: one after the other.
+        passes: runner of a forward and a backward pass in turns; None to run one after the other.
     """
 
     def __init__(self, root: Any, *, stage: int, device: torch.device, passes: OverlappedPasses | None = None) -> None:
@@ -56,7 +56,7 @@ class GradientAccumulation:
         self._passes = passes
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
-        """See `ForwardBackward.train`."""
+        """Implements `ForwardBackward.train`."""
         sums = zero_sums(objective, self._device)
         forwards = [partial(self._root, batch.input_ids, batch, objective) for batch in batches]
         output = forwards[0]()
@@ -74,17 +74,17 @@ class GradientAccumulation:
         return sums
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """See `ForwardBackward.score`."""
+        """Implements `ForwardBackward.score`."""
         return torch.stack(self._root(batch.input_ids, batch, objective)).double()
 
     def _prepare(self, *, last: bool) -> None:
         """Configures gradient reduction and resharding of FSDP2 for the next backward pass."""
         sync: Callable[[bool], None] = self._root.set_requires_gradient_sync
-        # with HSDP, replicas all-reduce once per step; within a shard group, stages 2 and 3 reduce-scatter at once
+        # with HSDP, replicas all-reduce once per step; within a shard group, stages 2 and 3 reduce-scatter immediately
         (sync if self._stage < 2 else self._root.set_requires_all_reduce)(last)
         self._root.set_reshard_after_backward(last or self._stage == 3)
 
 
 def zero_sums(objective: Objective, device: torch.device) -> Tensor:
-    """fp64 [1 + parts]: the sums of the loss and its parts before the first micro-batch."""
+    """Returns zeros, fp64 [1 + parts]: the sums of the loss and its parts before the first micro-batch."""
     return torch.zeros(1 + len(objective.parts), dtype=torch.float64, device=device)

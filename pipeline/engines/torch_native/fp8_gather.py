@@ -1,7 +1,7 @@
-"""FSDP2 gathers the weights of fp8 products in fp8: a rank sends half the bytes of bf16, and keeps half gathered.
+"""Makes FSDP2 gather the weights of fp8 products in fp8: half of bf16's bytes in messages and in gathered weights.
 
-A shard is wrapped in a tensor class of torchao, which FSDP2 asks for what to send. All ranks round with one scale per
-weight, the largest value of all shards; it is computed for all weights together, in one all-reduce per step.
+A shard is wrapped in a tensor class of torchao, from which FSDP2 gets the values to send. All ranks round with one
+scale per weight, from the largest value of all shards. One all-reduce per step computes the scales of all weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pipeline.engines.parallel.decoder import Decoder
 
 
 def gather_in_fp8(decoder: Decoder, section: Fp8Section, *, shards: int) -> None:
-    """Wraps the weights of a decoder on meta, before it is sharded, where the config wants them gathered in fp8.
+    """Wraps the weights of a decoder on meta, before sharding, if the config enables gathering in fp8.
 
     Args:
         decoder: the decoder, after `apply_fp8`.
         section: the config's `fp8`.
-        shards: number of shards of each weight. FSDP2 needs equal ones here: other weights are gathered in bf16.
+        shards: number of shards of each weight. Weights that do not divide equally are gathered in bf16.
     """
     if not (section.enabled and section.fsdp_all_gather):
         return
@@ -39,7 +39,7 @@ def gather_in_fp8(decoder: Decoder, section: Fp8Section, *, shards: int) -> None
 
 
 def wrapped_like(shard: Tensor, example: Tensor) -> Tensor:
-    """A shard in the class of `example`, in the same memory."""
+    """Wraps a shard in the class of `example`, in the same memory."""
     if not is_wrapped(example):
         return shard
     kind: Any = type(example)
@@ -48,7 +48,7 @@ def wrapped_like(shard: Tensor, example: Tensor) -> Tensor:
 
 
 def unwrapped(shard: Tensor) -> Tensor:
-    """The values of a shard, a plain tensor in the same memory."""
+    """Returns the values of a shard as a plain tensor in the same memory."""
     inner: Tensor = getattr(shard, "_tensor", shard)
     return inner
 
@@ -60,10 +60,10 @@ def is_wrapped(shard: Tensor) -> bool:
 
 @torch.no_grad()
 def refresh_scales(parameters: Iterable[nn.Parameter]) -> None:
-    """Computes the scales of all weights that are gathered in fp8. Collective; call it whenever weights have changed.
+    """Computes the scales of all weights gathered in fp8. Collective; must be called whenever weights have changed.
 
     Args:
-        parameters: the parameters as FSDP2 keeps them, in the same order on every rank.
+        parameters: FSDP2's parameters, in the same order on every rank.
     """
     weights = [each for each in parameters if isinstance(each, DTensor) and is_wrapped(each._local_tensor)]
     if not weights:

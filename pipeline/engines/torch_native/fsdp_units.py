@@ -8,7 +8,7 @@
 | final norm and head | once, for both passes, which follow each other | at the start of the backward pass |
 | the remaining parameters, as unit of the root module | once, for both passes | at the end of the backward pass |
 
-An embedding and a head that share a weight stay in the unit of the root: its first and its last operation need it.
+If embedding and head share a weight, it stays in the root's unit: the root's first and last operations need it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @dataclass(frozen=True)
 class Units:
-    """The FSDP2 units of a decoder besides the root's, in the order of the forward pass.
+    """The FSDP2 units of a decoder except the root's, in the order of the forward pass.
 
     Attributes:
-        embedding: the embedding; None on a stage without, or where the head shares its weight.
-        layers: decoder layers; those that share parameters (Zamba's attention block) are one unit.
-        end: head, with the norm before it; empty on a stage without, or where the embedding shares its weight.
+        embedding: the embedding; None on a stage without it, or if the head shares its weight.
+        layers: decoder layers; layers that share parameters (Zamba's attention block) are one unit.
+        end: head, with the norm before it; empty on a stage without a head, or if the embedding shares its weight.
     """
 
     embedding: nn.Module | None
@@ -39,13 +39,13 @@ class Units:
     end: tuple[nn.Module, ...]
 
     def ordered(self) -> list[tuple[nn.Module, ...]]:
-        """All units, in the order of the forward pass."""
+        """Returns all units, in the order of the forward pass."""
         first = () if self.embedding is None else ((self.embedding,),)
         return [*first, *self.layers, *((self.end,) if self.end else ())]
 
 
 def units_of(causal: nn.Module) -> Units:
-    """The units of a Hugging Face causal language model, or of a pipeline stage of it, before it is sharded."""
+    """Finds the units of a Hugging Face causal language model, or of its pipeline stage, before sharding."""
     layers = layer_units(causal)
     model: Any = causal
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -63,7 +63,7 @@ def units_of(causal: nn.Module) -> Units:
 
 
 def layer_units(root: nn.Module) -> list[list[nn.Module]]:
-    """The decoder layers, each a unit; layers that share parameters are one unit, at the last one's place."""
+    """Returns decoder layers as units; layers that share parameters are one unit, in the position of the last."""
     units: list[list[nn.Module]] = []
     for layer in _outermost_layers(root):
         own = set(layer.parameters())
@@ -76,8 +76,9 @@ def layer_units(root: nn.Module) -> list[list[nn.Module]]:
 def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     """Makes every unit start the all-gather of its successor before its own computation, in both passes.
 
-    FSDP2's own choice in a backward pass is the unit that ran before in the forward pass. With several micro-batches in
-    flight (pipeline parallelism) that is, for the first layer, the last layer of another micro-batch: gathered in vain.
+    In a backward pass FSDP2 itself would gather the unit that ran before in the forward pass. With several
+    micro-batches in flight (pipeline parallelism), for the first layer this is another micro-batch's last layer: in
+    vain.
 
     Args:
         root: the root unit's module.
@@ -86,7 +87,7 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     if units.embedding is not None and only_looks_up(units.embedding):
         _sharded(units.embedding).set_unshard_in_backward(False)
     if units.end:
-        # else FSDP2 keeps the buffer of its all-gather until the end of the forward pass: through head and loss
+        # otherwise FSDP2 keeps the all-gather's buffer to the end of the forward pass, through head and loss
         _sharded(units.end[0])._set_unshard_async_op(True)
     chain = [_sharded(root), *(each for unit in units.ordered() for each in _with_inner(unit))]
     for before, after in pairwise(chain):
@@ -97,22 +98,22 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
 
 
 def _with_inner(unit: tuple[nn.Module, ...]) -> list[FSDPModule]:
-    """A unit's module, and the units within it (experts), in the order in which both passes need them."""
+    """Returns a unit's module and the units within it (experts), in the order in which both passes need them."""
     outer: set[object] = set(unit)
     inner = [each for module in unit for each in sharded_modules(module) if each not in outer]
     return [_sharded(unit[0]), *inner]
 
 
 def only_looks_up(embedding: nn.Module) -> bool:
-    """Whether an embedding's backward pass needs no parameter: it has no more than its weight.
+    """Whether an embedding has no parameter besides its weight, so that its backward pass needs none.
 
-    The norm inside of Inkling's embedding reads its own weight again. Freed memory in its place was seen as SIGSEGV.
+    The norm inside Inkling's embedding reads its weight in the backward pass; freed memory there caused SIGSEGV.
     """
     return len(list(embedding.parameters())) == 1
 
 
 def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """The FSDP2 units' modules."""
+    """Yields the modules of the FSDP2 units."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
@@ -130,7 +131,7 @@ def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _norms_after_layers(causal: nn.Module) -> list[nn.Module]:
-    """The modules that transformers' plan of pipeline stages names after the layers; none without such a plan."""
+    """Modules that transformers' plan of pipeline stages names after the layers; none without a plan."""
     base: Any = causal.base_model
     names = list(getattr(causal.config, "base_model_pp_plan", None) or ())
     lists = [index for index, name in enumerate(names) if isinstance(getattr(base, name, None), nn.ModuleList)]
@@ -141,10 +142,10 @@ def _norms_after_layers(causal: nn.Module) -> list[nn.Module]:
 class UnitStates:
     """The states of the units of a root module, one set for each pass.
 
-    A unit of FSDP2 (torch 2.13) notes its state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. The forward hooks of a
-    unit in a backward pass do nothing, since they are those of a recomputation, and the end of a backward pass makes
-    all units idle. So each pass has its own states, which are exchanged when the turn is. The units of the two passes
-    have to stay gathered (stages 0 to 2): the weights themselves are there once.
+    A unit of FSDP2 (torch 2.13) has a state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. In a unit's backward pass the
+    forward hooks do nothing, since they belong to a recomputation; the end of a backward pass makes all units idle. So
+    each of two overlapped passes has its own states, which are exchanged at every turn. The weights, of which there is
+    one copy, have to stay gathered for both passes (stages 0 to 2).
 
     Args:
         root: the FSDP2 root module.
@@ -175,5 +176,5 @@ class UnitStates:
 
     @property
     def _idle(self) -> tuple[Any, ...]:
-        """States of a pass that has not begun."""
+        """Returns the states of a pass that has not begun."""
         return [TrainingState.IDLE] * len(self._states), [set()] * len(self._grouped), None

@@ -1,4 +1,4 @@
-"""The gradient reduction that remains after a step's backward passes, and a rank's share of the global norm."""
+"""Completes the gradient reduction after a step's backward passes; computes a rank's share of the global norm."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def finish_reduction(
     *,
     copies: Sequence[tuple[ParameterShard, ParameterShard]] = (),
 ) -> None:
-    """Attaches the backward passes' gradients to the master weights; all-reduces gradients that FSDP2 leaves out.
+    """Attaches the backward passes' gradients to the master weights; all-reduces gradients that FSDP2 does not reduce.
 
-    FSDP2 leaves out partial gradients of tensor parallelism, and gradients of weights tied across pipeline stages.
+    FSDP2 does not reduce partial gradients of tensor parallelism, nor gradients of weights tied across pipeline stages.
 
     Args:
         shards: this rank's shards.
         mesh: this rank's coordinates and groups.
-        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
-        copies: (shard, its copy in another stage of this rank), of tied weights; the copies are not among `shards`.
+        tied_group: the two ranks with copies of tied weights; None if this rank has no copy.
+        copies: (shard, its copy in another stage of this rank) of tied weights; the copies are not among `shards`.
     """
     for shard in shards:
         shard.attach()
@@ -46,9 +46,9 @@ def finish_reduction(
 
 @torch.no_grad()
 def attached(shards: Sequence[ParameterShard]) -> list[Tensor]:
-    """This rank's shards of the gradients of all trained parameters, fp32, before `finish_reduction`.
+    """Returns this rank's gradient shards of all trained parameters, fp32, before `finish_reduction`.
 
-    Zeros where there was no backward pass. What is written into them is the gradient from then on.
+    They are zeros for parameters without a backward pass. Writing into them changes the gradients.
     """
     found: list[Tensor] = []
     for shard in shards:

@@ -50,8 +50,8 @@ from pipeline.runtime.launch.host_copy import to_device
 class TorchParallel(EngineBase, ExchangedGradients):
     """One model on all processes. The process group must be initialized.
 
-    Master weights are fp32 and sharded; with bf16 or fp16, FSDP2 gathers a copy in that dtype for forward and backward
-    passes, and gradients are accumulated in fp32, over micro-batches and over ranks.
+    Master weights are fp32 and sharded. With bf16 or fp16, FSDP2 gathers a copy in that dtype for forward and backward
+    passes; gradients are accumulated in fp32, over micro-batches and over ranks.
     """
 
     _mesh: Mesh
@@ -95,7 +95,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
             node=run.config.zero_optimization.zero_hpz_partition_size,
         )
         # torch's schedules delay the reduction of an FSDP2 stage module until the last micro-batch; stage 3 must not
-        # be delayed, so there the decoder inside the stage module is the FSDP2 root
+        # wait, so its FSDP2 root is the decoder inside the stage module
         fsdp_root = decoder if zero_stage == 3 else root
         return root, shard_decoder(
             local_model, values, self._mesh, root=fsdp_root, sharding=sharding, device=self._device
@@ -104,7 +104,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
     def _build_forward_backward(self, run: ResolvedRun, model: nn.Module) -> ForwardBackward:
         stage_modules = [root for root in self._roots if isinstance(root, StageModule)]
         passes: OverlappedPasses | None = None
-        if run.overlaps_exchange:  # in a pipeline, the two passes are in two stages, whose units are not the same
+        if run.overlaps_exchange:  # in a pipeline, the two passes run in two stages, with different units
             passes = (
                 OverlappedPasses() if stage_modules else OverlappedPasses(switched=UnitStates(self._roots[0]).switch)
             )
@@ -127,7 +127,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         after: PendingStep | None = None,
         host_values: HostValues = no_host_values,
     ) -> DeferredStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         scale = self._scaler.value
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
@@ -141,7 +141,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         gradients.finish_reduction(self._shards, self._mesh, self._tied_group, copies=self._copies)
         square = gradients.own_square(self._shards, self._device)
         reduced = torch.cat([sums, square[None], to_device(host_values(), self._device)])
-        dist.all_reduce(reduced)  # the only one of a step whose numbers the host reads
+        dist.all_reduce(reduced)  # the only all-reduce of a step whose numbers the host reads
         sums, square, host = reduced[: len(sums)], reduced[len(sums)], reduced[len(sums) + 1 :]
         means, norm = sums / step.targets, square.sqrt() / scale
         decision = decide(means[0], norm, limits=limits, clip=self._clip, scale=scale, after=after)
@@ -164,7 +164,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         )
 
     def _train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Tensor:
-        """See `ForwardBackward.train`; a replica of the model may have no micro-batch in a step."""
+        """Calls `ForwardBackward.train`; a replica of the model may have no micro-batch in a step."""
         batches = [micro.to(self._device) for micro in micro_batches]
         if not batches:
             return zero_sums(self._objective, self._device)
@@ -177,7 +177,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
             copy.master.copy_(shard.master)
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: HSDP replicas, parameters that tp does not shard, weights tied across stages."""
+        """Implements `Engine.replicas`: HSDP replicas, parameters not sharded by tp, weights tied across stages."""
         return replicas(self._shards, self._mesh, self._tied_group)
 
     def _score(self, batch: MicroBatch, objective: Objective) -> Tensor:
@@ -196,7 +196,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
 
 
 def _decoder(root: nn.Module) -> Decoder:
-    """The decoder, or this stage's part of it, within a root module."""
+    """Returns the decoder, or this stage's part of it, within a root module."""
     decoder = root.decoder if isinstance(root, StageModule) else root
     assert isinstance(decoder, Decoder)
     return decoder
@@ -205,13 +205,13 @@ def _decoder(root: nn.Module) -> Decoder:
 def _apart(
     shards: Sequence[ParameterShard],
 ) -> tuple[list[ParameterShard], list[tuple[ParameterShard, ParameterShard]]]:
-    """The shards of each parameter once, and (shard, copy) where two stages of this rank hold tied weights."""
+    """Returns one shard per parameter, and (shard, copy) of weights tied between two stages of this rank."""
     first: dict[str, ParameterShard] = {}
     copies = [(first[each.name], each) for each in shards if first.setdefault(each.name, each) is not each]
     return list(first.values()), copies
 
 
 def _own_stages(run: ResolvedRun, model: nn.Module, mesh: Mesh) -> list[StageLayers]:
-    """The (virtual) pipeline stages that this rank holds."""
+    """Returns the (virtual) pipeline stages that this rank holds."""
     stages, own = pipeline_stages(run, model), mesh.coordinates["pp"]
     return [stage for stage in stages if run.rank_of_stage(stage.index) == own]

@@ -1,18 +1,18 @@
 """Pipeline schedules of torch.distributed.pipelining over decoder stages: GPipe, 1F1B, interleaved 1F1B, zero bubble,
 DualPipeV.
 
-Stages send each other hidden states only, not labels, positions or documents: every rank of a pipeline loads the same
-micro-batches. Virtual stage i of the model is on pipeline rank i % pp; of DualPipeV, the second half of the stages is
-on the ranks in reverse order, so that the last one is on the first rank, and the two in the middle are on the last.
+Stages send only hidden states, not labels, positions or documents: every rank of a pipeline loads the same
+micro-batches. Virtual stage i of the model is on pipeline rank i % pp. In DualPipeV, the second half of the stages is
+on the ranks in reverse order: the last stage is on the first rank, and the two middle stages are on the last rank.
 
 DualPipeV runs pairs of passes: the forward pass of a micro-batch in one stage of a rank, and the backward pass of
-another one in the other. With `parallel.ep_overlap` the two take turns at the exchanges of their experts.
+another micro-batch in the rank's other stage. With `parallel.ep_overlap` the two take turns at expert exchanges.
 
 With ZeRO stages 0 to 2, torch's schedules keep weights and gradients unsharded until the last micro-batch has passed;
 then gradients are summed over the data ranks, once per step. With stage 3, weights are gathered layer by layer and
-gradients reduce-scattered after every micro-batch, as without a pipeline. That excludes zero bubble and DualPipeV: they
-compute weight gradients separately from input gradients, and torch 2.13 collects the weights before they are gathered,
-finds none, and silently loses their gradients.
+gradients reduce-scattered after every micro-batch, as without a pipeline. Stage 3 excludes zero bubble and DualPipeV,
+which compute weight gradients separately from input gradients: torch 2.13 collects the weights before they are
+gathered, finds none, and silently loses their gradients.
 
 Shapes: B samples, T positions of this rank, D features. Hidden states are [B, T / tp, D].
 """
@@ -44,8 +44,8 @@ from pipeline.engines.torch_native.receive_buffers import StageWithFewBuffers
 class StageModule(nn.Module):
     """One pipeline stage with the tensor-to-tensor interface of torch's schedules.
 
-    Every schedule runs the forward passes of a stage in the order of the micro-batches, so the n-th forward pass is
-    that of micro-batch n.
+    Every schedule runs the forward passes of a stage in the order of the micro-batches, so the n-th forward pass
+    belongs to micro-batch n.
 
     Args:
         decoder: the stage's decoder.
@@ -57,13 +57,13 @@ class StageModule(nn.Module):
         self.decoder, self.stage = decoder, stage
 
     def begin(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> None:
-        """Sets the micro-batches of the coming forward passes, in order."""
+        """Sets the micro-batches of the next forward passes, in order."""
         self._micro_batches = iter(batches)
         self._objective, self._scale = objective, scale
         self.sums: list[Tensor] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Ids [B, T] or hidden states -> hidden states, or on the last stage the scaled loss [1]."""
+        """Computes hidden states, or on the last stage the scaled loss [1], from ids [B, T] or hidden states."""
         output: tuple[Tensor, ...] = self.decoder(inputs, next(self._micro_batches), self._objective)
         if not self.stage.last:
             return output[0]
@@ -80,7 +80,7 @@ class PipelineSchedule:
         mesh: this rank's coordinates and groups.
         hidden_size: D.
         device: this rank's device.
-        passes: runs the two passes of a pair in turns; None: one after the other.
+        passes: runner of the two passes of a pair in turns; None to run one after the other.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PipelineSchedule:
         self._prepare(run.batch.accumulation if shares is None else len(shares.sizes[mesh.coordinates["dp"]]))
 
     def _prepare(self, micro_batches: int) -> None:
-        """Builds the schedule for a number of micro-batches, which changes with the rank's share of a batch."""
+        """Builds the schedule for a number of micro-batches, which depends on the rank's share of a batch."""
         if micro_batches == self._micro_batches:
             return
         stages = [self._pipeline_stage(module, self._ids) for module in self._stage_modules]
@@ -123,7 +123,7 @@ class PipelineSchedule:
         self._micro_batches = micro_batches
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
-        """See `ForwardBackward.train`."""
+        """Implements `ForwardBackward.train`."""
         self._prepare(len(batches))
         for module in self._stage_modules:
             module.begin(batches, objective, scale=scale)
@@ -136,7 +136,7 @@ class PipelineSchedule:
         return sum((each for module in self._stage_modules for each in module.sums), zero_sums(objective, self._device))
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
-        """See `ForwardBackward.score`. Batches pass through the stages one at a time, without overlap."""
+        """Implements `ForwardBackward.score`. Batches pass through the stages one at a time, without overlap."""
         sums, output = zero_sums(objective, self._device), None
         for module in self._stage_modules:
             module.begin([batch], objective, scale=1.0)
@@ -150,7 +150,7 @@ class PipelineSchedule:
         return sums
 
     def _receive(self, batch: MicroBatch, stage: StageLayers, *, own: Tensor | None) -> Tensor:
-        """Returns the output of the stage before: `own` if that stage is on this rank, else received."""
+        """Returns the previous stage's output: `own` if that stage is on this rank, else a received tensor."""
         if self._is_here(stage.index - 1):
             assert own is not None, "stages are in order"
             return own
@@ -162,7 +162,7 @@ class PipelineSchedule:
         return any(module.stage.index == index for module in self._stage_modules)
 
     def _rank_of_stage(self, index: int) -> int:
-        """Global rank of the pipeline rank that holds a stage."""
+        """Returns the global rank of the pipeline rank that has a stage."""
         return dist.get_global_rank(self._group, self._run.rank_of_stage(index))
 
     def _empty_hidden_states(self, ids: Tensor, device: torch.device | str) -> Tensor:
@@ -185,12 +185,12 @@ class PipelineSchedule:
 
 
 def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> None:
-    """Runs torch's action OVERLAP_F_B, as its `_PipelineScheduleRuntime` runs F and B, but the two in turns.
+    """Runs torch's action OVERLAP_F_B like F and B in its `_PipelineScheduleRuntime`, but the two in turns.
 
-    Messages that the passes need are waited for before the first turn, and given on after the last one.
+    It waits for the passes' messages before the first turn, and sends their results after the last turn.
 
     Args:
-        passes: runs the two passes in turns.
+        passes: runner of the two passes in turns.
         action: torch's action, whose sub-actions are F and B of two stages of this rank.
         context: the schedule, and the arguments of the step.
     """
@@ -199,7 +199,7 @@ def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> Non
     first, second = stages[forward.stage_index], stages[backward.stage_index]
     sent, returned = (first.stage_index, forward.microbatch_index), (second.stage_index, backward.microbatch_index)
     for received, key in ((schedule.fwd_recv_ops, sent), (schedule.bwd_recv_ops, returned)):
-        if key in received:  # not from another stage of this rank
+        if key in received:  # the message is not from another stage of this rank
             schedules._wait_batch_p2p(received.pop(key))
     schedule._assert_unsharded(first)
     schedule._assert_unsharded(second)
@@ -226,7 +226,7 @@ def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> Non
 
 
 def _output_is_loss(loss: Tensor, _target: Tensor) -> Tensor:
-    """Loss function for torch's schedules: the output of the last stage already is the loss."""
+    """Loss function for torch's schedules, which returns the last stage's output: it already is the loss."""
     return loss.sum()
 
 

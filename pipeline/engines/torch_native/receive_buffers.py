@@ -1,10 +1,9 @@
-"""A pipeline stage whose receive buffers live as long as a message is on its way or its tensor is needed, and whose
-messages to each neighbour are in a group of their own.
+"""A pipeline stage with short-lived receive buffers, and with a separate group for messages to each neighbor.
 
-Torch's stage has a buffer for the hidden states and one for the gradients of every micro-batch of a step, for the whole
-run: of the 120 micro-batches of DeepSeek-V3 on 16 stages 14 GB. Schedules ask for the operations that receive just
-before they start them, and take the tensor when they have come: that is when a buffer is made, and given away. Until
-then, and afterwards, it is on the meta device. Those in use are as many as there are micro-batches in flight.
+For every micro-batch of a step, torch's stage has a buffer of hidden states and one of gradients, for the whole run: 14
+GB for the 120 micro-batches of DeepSeek-V3 on 16 stages. Schedules request receive operations just before starting
+them, which is when this stage makes a buffer; they take the tensor when it has arrived. Before and afterwards the
+buffer is on the meta device. So there are as many buffers as micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _META = torch.device("meta")
 
 
 class StageWithFewBuffers(PipelineStage):
-    """`PipelineStage` with buffers of the messages in flight alone; takes the same arguments.
+    """`PipelineStage` with buffers only for messages in flight; has the same arguments.
 
     Attributes:
-        link_groups: groups of the same ranks by the number of a link (`topology.link_of`); the stage's when empty.
+        link_groups: groups of the same ranks by the number of a link (`topology.link_of`); else the stage's group.
     """
 
     link_groups: Sequence[dist.ProcessGroup] = ()
@@ -52,15 +51,15 @@ class StageWithFewBuffers(PipelineStage):
         return self._in_link_groups(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that send a micro-batch's hidden states."""
+        """Makes the operations that send a micro-batch's hidden states."""
         return self._in_link_groups(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that send a micro-batch's gradients."""
+        """Makes the operations that send a micro-batch's gradients."""
         return self._in_link_groups(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _in_link_groups(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Puts each operation in the group of its link, with a contiguous tensor: NCCL sends by pointer and warns."""
+        """Assigns operations to their links' groups, with contiguous tensors: NCCL sends by pointer and warns."""
         for each in operations:
             if self.link_groups:
                 number = link_of(self.group_rank, each.group_peer, pp=self.group_size)
@@ -80,7 +79,7 @@ class StageWithFewBuffers(PipelineStage):
 
     @contextlib.contextmanager
     def _buffers_on_meta(self) -> Iterator[None]:
-        """Context in which torch makes buffers on meta, by the stage's device."""
+        """Makes torch create buffers on meta within a block, by changing the stage's device."""
         device, self.device = self.device, _META
         try:
             yield
@@ -88,7 +87,7 @@ class StageWithFewBuffers(PipelineStage):
             self.device = device
 
     def _move(self, messages: Sequence[Any], device: torch.device) -> None:
-        """Replaces buffers by empty ones on a device; buffers already on it stay, and so do root arguments."""
+        """Replaces buffers by empty ones on a device; buffers already on it, and root arguments, stay."""
         for message in messages:
             buffer: Tensor | None = getattr(message, "buffer", None)
             if buffer is not None and buffer.device != device:

@@ -105,8 +105,8 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         after: PendingStep | None = None,  # noqa: ARG002
         host_values: HostValues = no_host_values,
     ) -> FinishedStep:
-        """See `Engine.begin_step`."""
-        torch.manual_seed(self._seed + step.step)  # of dropout and jitter, which a resumed run draws again
+        """Implements `Engine.begin_step`."""
+        torch.manual_seed(self._seed + step.step)  # for dropout and jitter: a resumed run draws the same numbers
         if self._balancer is not None:
             self._balancer.begin_step(self._scaler.value / step.targets)
         if self._qk_clip is not None:
@@ -145,16 +145,16 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
 
     @property
     def decoders(self) -> list[Decoder]:
-        """See `Engine.decoders`."""
+        """Implements `Engine.decoders`."""
         return [self._decoder]
 
     def replicas(self) -> Iterator[Replica]:
-        """See `Engine.replicas`: one process has none."""
+        """Implements `Engine.replicas`: one process has none."""
         return iter(())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> EvaluationSums:
-        """See `Engine.evaluate`."""
+        """Implements `Engine.evaluate`."""
         self._decoder.eval()
         nats, targets, objective = 0.0, 0, CrossEntropy()
         for micro in batches:
@@ -166,7 +166,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
 
     @torch.no_grad()
     def forward_passes(self, batches: Iterable[MicroBatch], objective: Objective) -> None:
-        """See `Engine.forward_passes`."""
+        """Implements `Engine.forward_passes`."""
         self._decoder.eval()
         for micro in batches:
             batch = micro.to(self._device)
@@ -174,17 +174,17 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self._decoder.train()
 
     def state(self) -> State:
-        """See `Engine.state`."""
+        """Implements `Engine.state`."""
         return self._named_state()
 
     def load(self, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
-        """See `Engine.load`."""
+        """Implements `Engine.load`."""
         with self.edit_state() as state:
             named_state.read(state, directory, fresh_optimizer=fresh_optimizer, files=files)
 
     @contextmanager
     def edit_state(self) -> Iterator[State]:
-        """See `Engine.edit_state`."""
+        """Implements `Engine.edit_state`."""
         state = self._named_state()
         yield state
         counter = state.get(named_state.OPTIMIZER_STEP)

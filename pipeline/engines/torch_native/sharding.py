@@ -8,8 +8,8 @@
 | 3 | sharded | gathered layer by layer | sharded | after every micro-batch |
 
 fp32 master weights and the optimizer's states are sharded from stage 1 on. With hybrid sharding (HSDP) the replicas
-all-reduce gradients once per step, but with pipeline parallelism at stage 3 after every micro-batch. With pipeline
-parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `fsdp_units` defines what is gathered together.
+all-reduce gradients once per step; at stage 3 with pipeline parallelism, after every micro-batch. With pipeline
+parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `fsdp_units` defines the units of gathering.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from pipeline.models.construction.rectangle import Rectangle
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """This rank's shard of a parameter: complete rows of its tensor- or expert-parallel shard, or a box of experts.
+    """This rank's shard of a parameter: complete rows of the tensor- or expert-parallel shard, or a box of experts.
 
     Attributes:
         name: Hugging Face name.
         shape: shape of the full parameter.
-        box: tensor- or expert-parallel shard, or the part of it that FSDP2 leaves here; None if it is not sharded so.
+        box: tensor- or expert-parallel shard, or FSDP2's part of it on this rank; None without such a shard.
         start: first flat index within the box.
-        sharded: the parameter as FSDP2 keeps it.
+        sharded: FSDP2's parameter.
         master: fp32 master weight in the same memory, which the optimizer updates.
-        counts_in_norm: the gradient enters the global norm on this rank; those of its replicas do not.
-        tied: another pipeline stage holds a tied copy.
-        partial_gradient: the gradient must be summed over the tensor-parallel ranks.
+        counts_in_norm: whether the gradient enters the global norm on this rank; its replicas' gradients do not.
+        tied: whether another pipeline stage has a tied copy.
+        partial_gradient: whether the gradient must be summed over the tensor-parallel ranks.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ParameterShard:
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Points the master weight at the shard's memory and, after a backward pass, gradient: FSDP2 may move both."""
+        """Makes the master weight use the shard's memory and, after a backward pass, gradient: FSDP2 may move both."""
         self.master.data = _local(self.sharded)
         self.master.grad = None if self.sharded.grad is None else _local(self.sharded.grad)
 
@@ -75,11 +75,11 @@ class ParameterShard:
         self.master.grad = self.sharded.grad = None
 
     def held(self, form: Form) -> HeldShard[Form]:
-        """Returns the shard for a `MatrixExchange`, with the form of the parameter."""
+        """Returns the shard in the form for a `MatrixExchange`, with the parameter's form."""
         return HeldShard(self.name, form, self.box, self.start, offset=0, length=self.master.numel())
 
     def named_shard(self, values: Tensor) -> NamedShard:
-        """The named shard of values laid out as the master weight: the weight itself or an optimizer state."""
+        """Makes the named shard of values with the master weight's layout: the weight itself or an optimizer state."""
         return NamedShard(self.shape, start=self.start, values=values.view(-1), box=self.box)
 
 
@@ -92,8 +92,8 @@ class Sharding:
         dtype: dtype of forward and backward passes; the parameters are fp32.
         fp8: whether weights are gathered in fp8.
         reduce_dtype: dtype in which gradients are summed over the data ranks.
-        node: neighbouring data ranks over which the weights of layers stay sharded between forward and backward pass
-            (stage 3, hpZ); all data ranks when None.
+        node: number of neighboring data ranks over which layers' weights stay sharded between forward and backward pass
+            (stage 3, hpZ); None for all data ranks.
     """
 
     stage: int
@@ -104,12 +104,12 @@ class Sharding:
 
     def reshard_after_forward(self, unit: tuple[nn.Module, ...], units: Units) -> bool | int:
         """Decides whether, or over how many ranks, a unit's weights are sharded again after its forward pass."""
-        if self.stage < 3 or unit is units.end:  # the head's backward pass follows its forward pass
+        if self.stage < 3 or unit is units.end:  # the head's backward pass directly follows its forward pass
             return False
         return self.node or True if unit in units.layers else True
 
     def policy(self) -> MixedPrecisionPolicy:
-        """Returns FSDP2's policy of dtypes."""
+        """Returns FSDP2's mixed precision policy."""
         mixed = self.dtype != torch.float32
         dtypes: dict[str, Any] = {"param_dtype": self.dtype, "reduce_dtype": self.reduce_dtype} if mixed else {}
         return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -124,7 +124,7 @@ def shard_decoder(
     sharding: Sharding,
     device: torch.device,
 ) -> list[ParameterShard]:
-    """Shards a decoder on meta in place and materializes it. No rank holds more than its shards and one parameter.
+    """Shards a decoder on meta in place and materializes it; memory never exceeds a rank's shards plus one parameter.
 
     Gradients are summed, not averaged: the loss is divided by the targets of the whole step.
 
@@ -167,9 +167,9 @@ def reshard(root: nn.Module) -> None:
 
 
 def _shard_experts(decoder: Decoder, mesh: Mesh, sharding: Sharding) -> None:
-    """Makes each layer's experts a unit of their own, over the ranks that hold the same.
+    """Makes each layer's experts a separate unit, sharded over the ranks that have the same experts.
 
-    Whole experts are sharded (dim 0), or parts of each (dim 1) where there are more ranks than experts.
+    Whole experts are sharded (dim 0), or parts of each (dim 1) if there are more ranks than experts.
     """
     expert_mesh = mesh.expert_sharding_mesh()
     ranks = expert_mesh.size(expert_mesh.ndim - 1)
@@ -191,10 +191,10 @@ def _shard_experts(decoder: Decoder, mesh: Mesh, sharding: Sharding) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # what runs is not known when a graph is made
 def _begin_backward(experts: Any, _args: Any) -> None:
-    """Tells the unit of a layer's experts of a recomputation that it is in a backward pass.
+    """Puts the unit of a layer's experts into its backward state in a recomputation.
 
-    FSDP2 tells it itself when the gradient of the experts' output is there, but what is added to that (shared experts)
-    may be computed again before. Then it would gather what comes next in a forward pass.
+    FSDP2 does so when the gradient of the experts' output exists, but shared experts, whose output is added, may be
+    recomputed before that. Then FSDP2 would gather the unit that is next in a forward pass.
     """
     if torch._C._current_graph_task_id() != -1:
         with not_restored():
@@ -245,7 +245,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _own_part(sharded: DTensor) -> Rectangle:
-    """This rank's part of a tensor that FSDP2 shards as `torch.chunk` does: equal parts, the last smaller or empty."""
+    """Returns this rank's part of a tensor that FSDP2 shards like `torch.chunk`: equal parts but the last."""
     mesh, placement = sharded.device_mesh, sharded.placements[-1]
     assert isinstance(placement, Shard)
     length = sharded.shape[placement.dim]

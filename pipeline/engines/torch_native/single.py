@@ -1,9 +1,9 @@
-"""The native PyTorch engine on one GPU (or one CPU process): made for models that nearly fill its memory.
+"""The native PyTorch engine on one GPU (or one CPU process), for models that nearly fill its memory.
 
-In bf16 it holds 14 bytes per parameter with AdamW: the weight (2) and the rest of its fp32 master (2, see
+In bf16 with AdamW it needs 14 bytes per parameter: the weight (2) and the rest of its fp32 master (2, see
 `optim.split_master`), the gradient (2), and two moments (8; 4 in bf16, 2.03 in 8 bits, see `optim.small_moments`). With
-several micro-batches per step gradients are added up in fp32 (4), each freed as soon as it is added. The update runs on
-some of the parameters at a time, so that its fp32 copies stay small. Numbers reach the host once per step.
+several micro-batches per step, gradients are added up in fp32 (4), and each is freed once added. The update runs on
+some of the parameters at a time, so that its fp32 copies stay small. Numbers are copied to the host once per step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipeline.models.construction.rectangle import Rectangle
 from pipeline.runtime.launch.host_copy import to_device
 
 UPDATE_ELEMENTS = 1 << 27
-"""Parameters whose update runs at once: their fp32 copies take 8 bytes each, 1 GiB."""
+"""Number of parameters updated at once: their fp32 copies take 8 bytes each, 1 GiB."""
 
 
 @dataclass
@@ -47,10 +47,10 @@ class _Master:
 
     Attributes:
         weight: the model's weight.
-        parameter: tensor that the optimizer updates: in fp32 the weight itself; else it has the master's values, only
-            during an update (bf16) or always (fp16).
-        residual: the 16 bits that the bf16 weight lacks of its master, int16; None in other precisions.
-        gradient: fp32 sum over the micro-batches of a step, where there are several.
+        parameter: tensor that the optimizer updates. In fp32 it is the weight itself; otherwise it has the master's
+            values, always (fp16) or only during an update (bf16).
+        residual: the 16 bits of the master that the bf16 weight lacks, int16; None in other precisions.
+        gradient: fp32 sum over the micro-batches of a step, if there are several.
     """
 
     weight: nn.Parameter
@@ -59,13 +59,13 @@ class _Master:
     gradient: Tensor | None = None
 
     def values(self) -> Tensor:
-        """The fp32 master weight."""
+        """Returns the fp32 master weight."""
         if self.residual is None:
             return self.parameter.data
         return joined(self.weight.data, self.residual)
 
     def set(self, values: Tensor) -> None:
-        """Replaces the master weight, and with it the model's."""
+        """Replaces the master weight and the model's weight."""
         if self.residual is not None:
             split(values, self.weight.data, self.residual)
             return
@@ -74,7 +74,7 @@ class _Master:
             self.weight.data.copy_(values)
 
     def add_gradient(self, weight: Tensor) -> None:
-        """Adds the weight's gradient of a micro-batch to the sum, and frees it."""
+        """Adds the weight's gradient to the sum over micro-batches, and frees it."""
         assert weight.grad is not None
         if self.gradient is None:
             self.gradient = weight.grad.float()
@@ -83,7 +83,7 @@ class _Master:
         weight.grad = None
 
     def fp32_gradient(self) -> Tensor:
-        """Returns the fp32 sum over the micro-batches so far, which stays here; zeros before the first."""
+        """Returns the fp32 sum over the micro-batches so far, without removing it; zeros before the first."""
         if self.weight.dtype == torch.float32:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
@@ -93,14 +93,14 @@ class _Master:
         return self.gradient
 
     def take_gradient(self) -> Tensor | None:
-        """Hands over the gradient of the step, in fp32 or the model's dtype; it is no longer held here."""
+        """Returns and removes the gradient of the step, in fp32 or the model's dtype."""
         taken = self.gradient if self.gradient is not None else self.weight.grad
         self.gradient = self.weight.grad = None
         return taken
 
 
 class TorchSingle(EngineBase, ExchangedGradients):
-    """One process, one device, no sharding. See the module."""
+    """The engine for one process and one device, without sharding."""
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:
         section, self._clip = run.config.optimizer, run.config.gradient_clipping
@@ -138,7 +138,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
         after: PendingStep | None = None,
         host_values: HostValues = no_host_values,
     ) -> DeferredStep:
-        """See `Engine.begin_step`."""
+        """Implements `Engine.begin_step`."""
         scale = self._scaler.value
         if self._balancer is not None:
             self._balancer.begin_step(scale / step.targets)
@@ -180,7 +180,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
         return total.double()
 
     def _master_values(self) -> dict[str, Tensor]:
-        """The fp32 master weights. Split ones are joined on the CPU: 4 more bytes each might not fit on the device."""
+        """Returns the fp32 master weights; joins split ones on the CPU, as 4 more bytes each might not fit the GPU."""
         return {
             name: master.values() if master.residual is None else master.values().cpu()
             for name, master in self._masters.items()
@@ -214,7 +214,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
                         update.optimizer.set_moment(master.parameter, each, _whole(state[key]))
 
     def _gradient_norm(self) -> Tensor:
-        """2-norm of the gradient, fp64 scalar on the device; each tensor's in fp32 whatever its dtype."""
+        """Computes the gradient's 2-norm, fp64 scalar on the device; each tensor's norm is computed in fp32."""
         gradients = [each for m in self._masters.values() if (each := _gradient(m)) is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._device)
@@ -228,7 +228,7 @@ class _Update:
 
     Attributes:
         masters: master weights by parameter name.
-        optimizer: optimizer of the masters' `parameter`.
+        optimizer: optimizer that updates the masters' `parameter`.
     """
 
     def __init__(self, masters: dict[str, _Master], optimizer: torch.optim.Optimizer) -> None:
@@ -236,7 +236,7 @@ class _Update:
 
     @torch.no_grad()
     def run(self, decision: UpdateDecision, *, lr: float) -> None:
-        """Updates the master weights and the model's, and frees the gradients."""
+        """Updates the master weights and the model's weights, and frees the gradients."""
         with self.master_values():
             for master in self.masters.values():
                 gradient = master.take_gradient()
@@ -249,14 +249,14 @@ class _Update:
                     master.set(master.parameter.data)
 
     def moment(self, master: _Master, name: str) -> Tensor:
-        """Returns a state as checkpoints store it: itself in fp32, else an exact fp32 copy on the CPU."""
+        """Returns a state in the form of checkpoints: itself if it is fp32, else an exact fp32 copy on the CPU."""
         if isinstance(self.optimizer, AdamWSmallMoments):
             return self.optimizer.moment(master.parameter, name)
         moment: Tensor = self.optimizer.state[master.parameter][name]
         return moment
 
     def master_values(self) -> _MasterValues:
-        """A context in which split master weights are joined in the memory of `parameter`."""
+        """Returns a context in which split master weights are joined in the memory of `parameter`."""
         return _MasterValues([master for master in self.masters.values() if master.residual is not None])
 
 
@@ -274,7 +274,7 @@ class _MasterValues:
 
 
 class _Residuals:
-    """Initial values that keep the part of each which its bf16 weight lacks, on the weight's device.
+    """Initial values that store, on the weight's device, the part of each value that its bf16 weight lacks.
 
     Args:
         values: initial values of the parameters.
@@ -285,14 +285,14 @@ class _Residuals:
         self.residuals: dict[str, Tensor] = {}
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """See `ParameterValues.value`."""
+        """Implements `ParameterValues.value`."""
         value = self._values.value(name, box=box, device=device)
         self.residuals[name] = torch.empty(value.shape, dtype=torch.int16, device=device)
         split(value, torch.empty(value.shape, dtype=torch.bfloat16, device=device), self.residuals[name])
         return value
 
     def buffer(self, name: str) -> Tensor | None:
-        """See `ParameterValues.buffer`."""
+        """Implements `ParameterValues.buffer`."""
         return self._values.buffer(name)
 
 
@@ -306,7 +306,7 @@ def _master(weight: nn.Parameter, residual: Tensor | None) -> _Master:
 
 
 def _whole(shard: NamedShard | Tensor) -> Tensor:
-    """The values of a tensor that is not sharded."""
+    """Returns the values of an unsharded tensor."""
     assert isinstance(shard, NamedShard)
     values: Tensor
     [values] = shard.parts.values()
@@ -318,7 +318,7 @@ def _gradient(master: _Master) -> Tensor | None:
 
 
 def _by_size(masters: dict[str, _Master]) -> Iterator[list[str]]:
-    """Names of parameters that are updated together."""
+    """Yields the names of parameters to update together."""
     names: list[str] = []
     elements = 0
     for name, master in masters.items():

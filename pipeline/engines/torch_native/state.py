@@ -22,12 +22,12 @@ from pipeline.engines.torch_native.sharding import ParameterShard
 def named_shards(
     shards: Sequence[ParameterShard], optimizer: torch.optim.Optimizer, kind_of: Callable[[str], OptimizerKind]
 ) -> dict[str, NamedShard | Tensor]:
-    """This rank's shards of weights and optimizer states, as views; and the optimizer's step counter, a copy.
+    """Returns this rank's shards of weights and optimizer states, as views, and a copy of the optimizer's step counter.
 
     Args:
         shards: this rank's shards.
         optimizer: optimizer of the shards' master weights.
-        kind_of: name of a parameter -> the optimizer's kind for it.
+        kind_of: function from a parameter's name to its kind of optimizer.
     """
     named: dict[str, NamedShard | Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -52,19 +52,19 @@ def set_step(
     kind_of: Callable[[str], OptimizerKind],
     step: object,
 ) -> None:
-    """Sets the step counter of every shard; `step` is None for an optimizer that has none."""
+    """Sets the step counter of every shard; `step` is None for an optimizer without a counter."""
     for shard in shards:
         set_step_counter(ensure_state(optimizer, shard.master, kind_of(shard.name)), step)
 
 
 @torch.no_grad()
 def replicas(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: dist.ProcessGroup | None) -> Iterator[Replica]:
-    """The weights of this rank that other ranks hold too.
+    """Yields this rank's weights that other ranks have too.
 
     Args:
         shards: this rank's shards.
         mesh: this rank's coordinates and groups.
-        tied_group: the two ranks that each hold a copy of tied weights; None if this rank is not one of them.
+        tied_group: the two ranks with copies of tied weights; None if this rank has no copy.
     """
     tp_group = mesh.group("tp")
     for shard in shards:

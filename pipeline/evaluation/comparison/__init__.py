@@ -1,1 +1,1 @@
-"""Models side by side: size, held-out loss, KL to the first, generation, samples, each by a program that serves it."""
+"""Compares models: size, held-out loss, KL to the first model, generation, samples, each by a program serving it."""

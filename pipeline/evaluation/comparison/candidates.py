@@ -29,7 +29,7 @@ class ModelCandidate:
     Attributes:
         name: name in the comparison.
         path: folder of the model.
-        about: format and scheme.
+        about: format and scheme of the model.
         folder: metadata of the folder; None for a GGUF file.
         consumer: name of the consumer.
         not_run: why the consumer does not run; None when it does.
@@ -54,7 +54,7 @@ class Wanted:
 
     Attributes:
         positions: largest number of positions whose distributions are compared.
-        batches: numbers of sequences that generation is timed with; () for none.
+        batches: batch sizes at which generation is timed; () for none.
         prompt_tokens: prompt tokens of each timed sequence; fewer where windows are short.
         new_tokens: generated tokens of each timed sequence; fewer where windows are short.
         prompts: texts that every model continues by greedy decoding.
@@ -77,7 +77,7 @@ class ModelComparison:
         candidates: models, of which the first is the reference of KL and top-1 agreement.
         data: the held-out section.
         dataset: opened split of `data`.
-        vocabulary: V, the smallest of all models.
+        vocabulary: V, the smallest vocabulary of all models.
         wanted: measurements to make beside the loss.
     """
 
@@ -99,13 +99,13 @@ def check(
 
     Args:
         models: name -> folder; the first is the reference.
-        data: held-out section; fields not given in it are as in the first model's training.
-        consumers: names, each of which serves every model of its format; by default transformers and llama.cpp.
+        data: held-out section; fields not given in it default to the first model's training.
+        consumers: names, each of which serves every model of its format; None for transformers and llama.cpp.
         wanted: measurements to make beside the loss; None for the defaults.
 
     Raises:
-        ConfigError: no model, an unknown consumer, another tokenizer, none for prompts, windows that are too long, or
-            unusable numbers.
+        ConfigError: no model, an unknown consumer, a different tokenizer, no tokenizer for the prompts, windows that
+            are too long, or unusable numbers.
         DataError: a folder is missing or damaged.
     """
     wanted = wanted or Wanted()
@@ -136,7 +136,7 @@ def check(
 
 
 def parameters_of(candidate: ModelCandidate) -> int | None:
-    """Number of parameters by the manifest, the headers, or a quantized folder's architecture; tied ones count once."""
+    """Number of parameters, tied ones once, by the manifest, the headers, or a quantized folder's architecture."""
     if (candidate.path / MANIFEST).is_file():
         recorded = read_manifest(candidate.path, kind="model").details.get("parameters")
         if recorded is not None:
@@ -164,7 +164,7 @@ def _tokenizer_size(dataset: TokenDataset) -> int:
 
 
 def _check_gguf_tokenizer(file: Path, dataset: TokenDataset) -> None:
-    """Checks that ids are the same tokens in file and data; without the data's tokenizer, only the number of tokens."""
+    """Checks that ids mean the same tokens in file and data; only their number if the data lacks its tokenizer."""
     tokens, tokenizer = stored_tokens(file), dataset.path / "tokenizer" / TOKENIZER_JSON
     size, why = _tokenizer_size(dataset), None
     if tokenizer.is_file():
@@ -186,7 +186,7 @@ def _check_has_tokenizer(path: Path) -> None:
 def _rows(
     name: str, path: Path, about: ModelDescription, folder: ModelFolder | None, consumers: Sequence[str]
 ) -> Iterator[ModelCandidate]:
-    """Yields a row for each consumer of the model's format; where there is none, one row that says why."""
+    """Yields a row for each consumer of the model's format; if there is none, one row with the reason."""
     own: dict[str, Any] = {"name": name, "path": Path(path), "about": about, "folder": folder}
     fitting = [each for each in consumers if (each == "llama.cpp") == (about.scheme_format == GGUF)]
     for each in fitting:

@@ -170,7 +170,7 @@ def named_paths(flag: str, given: Iterable[str]) -> dict[str, Path]:
     """NAME=PATH arguments by name.
 
     Raises:
-        ConfigError: one has another form, or a name is given twice.
+        ConfigError: an argument has another form, or a name is given twice.
     """
     paths: dict[str, Path] = {}
     for text in given:
@@ -186,7 +186,7 @@ def named_paths(flag: str, given: Iterable[str]) -> dict[str, Path]:
 
 
 def check_writable(out: Path, *, name: str = "OUT") -> Path:
-    """The path of the output file, checked to be writable.
+    """Returns the path of the output file, after a check that it is writable.
 
     Raises:
         ConfigError: it is a directory, or its directory is missing or not writable.

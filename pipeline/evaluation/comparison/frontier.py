@@ -1,8 +1,8 @@
-"""Measures models side by side, each by a consumer that serves it, each in a process of its own.
+"""Measures models side by side, each by a consumer that serves it and in a process of its own.
 
-All rows are of the same windows of held-out tokens. Mean and largest KL divergence and top-1 agreement are to the
-first model. The loss of transformers is that of `headrace eval`; the loss of the other consumers is of the
-log-probabilities that they give the same tokens. No torch here.
+All rows come from the same windows of held-out tokens. Mean and largest KL divergence and top-1 agreement compare with
+the first model. The loss by transformers is that of `headrace eval`; other consumers' loss comes from their
+log-probabilities of the same tokens. No torch here.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Windows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _LossWindows:
-    """Windows that the loss is measured on.
+    """Windows on which the loss is measured.
 
     Attributes:
         chosen: indices in the dataset, int64 [n].
         tokens: token ids of the windows, int64 [n, T + 1].
-        kept: indices into `chosen` of the windows that are compared distribution by distribution.
+        kept: indices into `chosen` of the windows whose whole distributions are compared.
     """
 
     chosen: Windows
@@ -58,15 +58,15 @@ def frontier(
 
     Args:
         models: name -> Hugging Face folder, or directory with model.gguf; the first is the reference.
-        data: held-out section; fields not given in it are as in the first model's training.
+        data: held-out section; fields not given in it default to the first model's training.
         consumers: names, each of which serves every model of its format; by default transformers for folders and
             llama.cpp for GGUF files.
         wanted: measurements to make beside the loss; None for the defaults.
         say: prints a line for people.
 
     Returns:
-        A row for each model and consumer, in the order of `models`. A consumer that is not installed, or cannot take
-        the model, has a row that says so.
+        A row for each model and consumer, in the order of `models`. If a consumer is not installed or cannot take the
+        model, its row says so.
 
     Raises:
         ConfigError, DataError: an input that `check` refuses, before any work; DataError also when a consumer fails.
@@ -75,7 +75,7 @@ def frontier(
 
 
 def measure_all(comparison: ModelComparison, *, say: Say = lambda _line: None) -> list[Row]:
-    """The rows of checked models.
+    """Measures checked models; returns their rows.
 
     Raises:
         DataError: a consumer fails.
@@ -100,7 +100,7 @@ def measure_all(comparison: ModelComparison, *, say: Say = lambda _line: None) -
             row = replace(row, **_served(scores, comparison), **_loss(candidate, comparison, sample, scores))
             if number == 1:
                 reference = scores
-            if reference is not None:  # the first model is the reference, or there is none
+            if reference is not None:  # without the first model's scores there is no reference
                 row = replace(row, **_compared(reference, scores, sample))
         else:
             say(f"not evaluated {count}: {row.name} with {row.consumer}: {row.not_run}")
@@ -117,7 +117,7 @@ def _sample(comparison: ModelComparison) -> _LossWindows:
 
 
 def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _LossWindows) -> Scores:
-    """Scores the windows with a consumer; with transformers, whose loss is measured otherwise, the kept ones alone."""
+    """Scores the windows with a consumer; transformers, whose loss is measured separately, scores only the kept."""
     windows, kept = sample.tokens, sample.kept
     if candidate.consumer == "transformers":
         windows, kept = windows[kept], np.arange(kept.size)
@@ -135,7 +135,7 @@ def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _Loss
 
 
 def _generation(wanted: Wanted, tokens: Windows) -> Generation:
-    """Prompts from the head of windows; all of a sequence's tokens stay within the length of a window."""
+    """Prompts from the beginning of windows; prompt and new tokens together stay within the length of a window."""
     if not wanted.batches:
         return Generation()
     length = tokens.shape[1] - 1
@@ -175,7 +175,7 @@ def _loss_of_folder(path: Path, data: HeldOutData) -> Figures:
 
 
 def _loss_of_targets(comparison: ModelComparison, sample: _LossWindows, scores: Scores) -> Figures:
-    """Loss by a consumer's log-probabilities; none with a document mask, as consumers attend to whole windows."""
+    """Loss from a consumer's log-probabilities; none with a document mask, as consumers attend to whole windows."""
     dataset, masked = comparison.dataset, comparison.data.mask_documents
     if masked:
         return {"device": "cpu"}

@@ -16,7 +16,7 @@ HEADINGS = (
     *("loss_nats", "perplexity", "bits_per_byte", "tokens", "mean_kl", "max_kl", "top1_agreement", "positions"),
     *("scoring_tokens_per_second", "dtype", "device", "threads", "not_run"),
 )
-"""Columns of the CSV, before one column for each source and those of each batch."""
+"""Columns of the CSV, before the columns of each source and each batch size."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Generated:
     """Generation by greedy decoding, at one batch size.
 
     Attributes:
-        batch: sequences at once.
+        batch: number of sequences generated at once.
         prompt_tokens: prompt tokens of each sequence.
         new_tokens: generated tokens of each sequence.
         seconds: seconds for all sequences, prompts included, after a warmup.
-        tokens_per_second: generated tokens of all sequences, per second.
+        tokens_per_second: generated tokens per second, all sequences together.
         peak_bytes: largest resident set of the process meanwhile: weights, cache, and the libraries themselves.
-        peak_of_batch: whether the peak is that of this batch alone; else it is that since the process began.
+        peak_of_batch: whether the peak belongs to this batch alone; else it is the peak since the process began.
     """
 
     batch: int
@@ -44,7 +44,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Row:
-    """A model as one consumer serves it. Figures that were not measured are None.
+    """A model served by one consumer. Figures that were not measured are None.
 
     Attributes:
         name: name given to the model.
@@ -52,7 +52,7 @@ class Row:
         consumer: transformers, vllm or llama.cpp.
         scheme: W4A16, Q8_0, float32, ...
         bytes: size of the files with weights, in bytes.
-        parameters: number of parameters of the architecture; tied ones count once.
+        parameters: number of parameters of the architecture; tied parameters count once.
         not_run: why the consumer did not run, None when it did; every figure below is None then.
         version: version of the consumer.
         loss_nats: mean held-out loss, nats per token.
@@ -60,7 +60,7 @@ class Row:
         bits_per_byte: held-out loss in bits per UTF-8 byte; None with a loss mask.
         tokens: number of tokens that the loss is the mean over.
         sources: source -> loss over its tokens, nats per token.
-        mean_kl: mean KL(first model || this one) over `positions`, nats; 0 of the first itself.
+        mean_kl: mean KL(first model || this one) over `positions`, nats; 0 for the first model itself.
         max_kl: largest KL over `positions`, nats.
         top1_agreement: share of positions with the first model's likeliest token, 0 to 1.
         positions: number of positions whose distributions were compared, the same in all rows.

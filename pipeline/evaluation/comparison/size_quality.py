@@ -13,7 +13,7 @@ from pipeline.evaluation.comparison.rows import Row
 
 _WIDTH, _HEIGHT = 8.0, 5.0  # inches
 _LOGARITHMIC = 5.0
-"""Ratio of the largest KL to the smallest from which on the axis is logarithmic."""
+"""Ratio of the largest KL to the smallest above which the axis is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Picture:
 
 
 def picture_of(rows: Sequence[Row], *, quality: str = "auto") -> Picture | None:
-    """The picture of the rows; None where fewer than two have both numbers.
+    """Makes the picture of the rows; None where too few rows have both numbers.
 
     Args:
         rows: rows of a comparison; the first is the reference.
         quality: "kl", "loss", or "auto": KL where two rows beside the reference have it, loss otherwise. A KL of 0,
-            as the reference's own is, has no place on a logarithmic axis and is left out.
+            like the reference's own, cannot be on a logarithmic axis and is left out.
     """
     kl = _points(rows, [row.mean_kl or None for row in rows])
     if quality == "kl" or (quality == "auto" and len(kl) >= 2):
@@ -72,7 +72,7 @@ def _wide(values: Sequence[float]) -> bool:
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """The points that no other is both smaller and better than, by size: for each, all smaller ones are worse."""
+    """The Pareto front by size: points than which no other point is both smaller and better."""
     best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.bytes, each.value)):
         if not best or point.value < best[-1].value:
@@ -81,7 +81,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def save_svg(rows: Sequence[Row], path: Path, *, quality: str = "auto") -> bool:
-    """Writes the picture as an SVG file, atomically; False where there is nothing to draw, and no file is written.
+    """Writes the picture as an SVG file, atomically; returns False, without a file, where there is nothing to draw.
 
     Args:
         rows: rows that `frontier` returns.
@@ -106,7 +106,7 @@ def save_svg(rows: Sequence[Row], path: Path, *, quality: str = "auto") -> bool:
 
 
 def draw(axes: Any, picture: Picture, look: Look, *, room: float = 1.25) -> None:
-    """Draws the picture into matplotlib axes; the x axis ends at `room` times the largest size, for the labels."""
+    """Draws the picture into matplotlib axes; the x axis ends at `room` times the largest size: labels need room."""
     best = pareto(picture.points)
     axes.plot(
         [each.bytes / 1e6 for each in best],
@@ -141,7 +141,7 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _label(axes: Any, picture: Picture, *, text: str) -> None:
-    """Names to the right of the points, moved apart where they would cover each other."""
+    """Writes names to the right of the points, moved apart where they would cover each other."""
     bottom, top = axes.get_ylim()
     figure = axes.get_figure()
     figure.canvas.draw()

@@ -139,7 +139,7 @@ def source_columns(sources: Sequence[str]) -> list[Column]:
 
 
 def comparison_tables(rows: Sequence[Row], *, title: str = "Models side by side") -> list[Table]:
-    """Quality, and below it generation and sources where they were measured."""
+    """Makes the quality table and, where they were measured, tables of generation and sources."""
     tables = [_table(rows, COLUMNS, title=title)]
     batches, sources = batches_of(rows), sources_of(rows)
     if batches:

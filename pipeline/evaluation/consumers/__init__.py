@@ -1,1 +1,1 @@
-"""Programs that serve a model (transformers, vLLM, llama.cpp), run to measure the loss of quality by a compression."""
+"""Programs that serve a model (transformers, vLLM, llama.cpp), run to measure the quality that a compression loses."""

@@ -1,9 +1,8 @@
 """Bounds on the distance of a compressed model from its original, by scheme.
 
-The bounds tell a broken file from a lossy one; they are no promise of quality. Each is ten to forty times the largest
-value that was measured of a trained model with a sound method (docs/reference/consumers.md), because small,
-little-trained models lose more than large ones, and a broken file (a wrong permutation, a missing scale, another
-tokenizer) is off by whole nats.
+The bounds tell a broken file from a lossy one; they do not promise quality. Each is ten to forty times the largest
+value measured on a trained model with a sound method (docs/reference/consumers.md): small, little-trained models lose
+more than large ones, and a broken file (a wrong permutation, a missing scale, a wrong tokenizer) is off by whole nats.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pipeline.evaluation.consumers.compare import ScoreComparison
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest mean KL(original || compressed) in nats, and largest ratio of the perplexities; the bound's scheme."""
+    """A scheme's largest mean KL(original || compressed) in nats, and largest ratio of the perplexities."""
 
     mean_kl: float
     perplexity_ratio: float
@@ -26,7 +25,7 @@ class Bound:
 
 _EIGHT_BITS, _FOUR_BITS = Bound(0.02, 1.02), Bound(0.2, 1.2)
 BOUNDS = {
-    "float32": Bound(1e-3, 1.002),  # what serves it may compute in bf16
+    "float32": Bound(1e-3, 1.002),  # a consumer may compute in bf16
     "bfloat16": Bound(2e-3, 1.005),
     "float16": Bound(2e-3, 1.005),
     "F32": Bound(1e-3, 1.002),
@@ -45,16 +44,16 @@ _LARGEST_EXPONENT = log(sys.float_info.max)
 
 
 def bound_of(scheme: str) -> Bound:
-    """The bound of a scheme; four bits' bound for schemes that are not listed."""
+    """The bound of a scheme; schemes that are not listed have the bound of 4-bit schemes."""
     return replace(BOUNDS.get(scheme, _UNKNOWN), scheme=scheme)
 
 
 def bound_within(scheme: str, max_mean_kl: float | None) -> Bound:
-    """The bound of a scheme, or the one of a config.
+    """The bound of a scheme, or one from a config.
 
     Args:
         scheme: scheme of the compressed model.
-        max_mean_kl: largest mean KL divergence, nats; None for the scheme's. The perplexity may then rise by as much as
+        max_mean_kl: largest mean KL divergence, nats; None for the scheme's bound. The perplexity may then rise by what
             that divergence explains, beside what the scheme's bound allows.
     """
     known = bound_of(scheme)

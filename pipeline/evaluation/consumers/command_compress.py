@@ -1,4 +1,4 @@
-"""`headrace compress verify|consumers`: scores a compressed model with every consumer again, or lists consumers."""
+"""`headrace compress verify|consumers`: scores a compressed model again with every consumer, or lists consumers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     about = describe(path)
     original = ModelFolder.open(_parent(path, arguments.original, "model", "--original"))
     given = {"path": _parent(path, arguments.data, "data", "--data"), **window_fields(arguments)}
-    data = as_trained(parse(HeldOutData, given, at="data"), path)  # a quantization records the windows it was scored on
+    data = as_trained(parse(HeldOutData, given, at="data"), path)  # a quantization records its evaluation windows
     dataset = open_heldout(data, original, names=FieldNames("--data", "--sequence-length"))
     plan = plan_consumers(about, tuple(arguments.consumers.split(",")) if arguments.consumers else None)
     if not plan.run:
@@ -109,11 +109,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def bound_of_folder(model: Path, *, scheme: str) -> Bound:
-    """The bound of a quantization from its manifest, or else its scheme's.
+    """The bound of a quantization from its manifest, else its scheme's bound.
 
     Args:
         model: directory of the model.
-        scheme: scheme by the model's files; "mixed" for a folder with several.
+        scheme: scheme according to the model's files; "mixed" for a folder with several schemes.
     """
     if not (model / MANIFEST).is_file():
         return bound_within(scheme, None)

@@ -37,8 +37,8 @@ class ScoreComparison:
 def compare(original: LogProbabilities, other: LogProbabilities, windows: npt.NDArray[np.int64]) -> ScoreComparison:
     """Compares log-probabilities [n, T - 1, V] of two models over windows [n, T].
 
-    KL divergence in float64, sum over the vocabulary of p (log p - log q), p the original's; both are normalized again,
-    because a consumer may round what it gives out.
+    KL divergence in float64: the sum over the vocabulary of p (log p - log q), where p is the original's. Both are
+    normalized again, because a consumer may round its output.
     """
     size = original.shape[-1]
     targets = windows[:, 1:].reshape(-1)
@@ -72,9 +72,9 @@ def normalized(log_probabilities: LogProbabilities) -> npt.NDArray[np.float64]:
 
 
 def kl_divergence(log_p: npt.NDArray[np.float64], log_q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """KL(p || q) of each row, in nats; rounding may make it -1e-16, which is 0."""
+    """KL(p || q) of each row, in nats; rounding may make a zero -1e-16, which is set to 0."""
     p = np.exp(log_p)
-    # where p is 0 the term is 0, also where q is 0, too
+    # where p is 0 the term is 0, even if q is 0
     terms = np.where(p > 0, p * (log_p - log_q), 0.0)
     total: npt.NDArray[np.float64] = np.maximum(terms.sum(-1), 0.0)
     return total

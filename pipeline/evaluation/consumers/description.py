@@ -1,4 +1,4 @@
-"""Descriptions of models, by which consumers refuse them before they are started. No torch."""
+"""Descriptions of models, from which consumers tell before their start that they refuse a model. No torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ModelDescription:
         scheme: W4A16, W8A16, W8A8, FP8, or the type of a GGUF file (Q8_0, Q4_K_M, ...); float32, bfloat16 or float16
             without quantization.
         head_size: features of an attention head; None where it is not known.
-        dense: schemes of the quantized layers of a folder, but for its experts.
-        experts: schemes that the experts of a folder are quantized by.
-        experts_group: weights of an expert that share a scale; None for a row.
+        dense: schemes of the quantized layers of a folder, except its experts.
+        experts: schemes of the quantized experts of a folder.
+        experts_group: number of weights of an expert that share a scale; None for one scale per row.
         latent: whether the heads share a latent (DeepSeek's MLA).
-        grouped_routing: whether a router chooses groups of experts first, as DeepSeek's do.
-        plain_experts: whether experts stay in floating point, or may, beside others that are quantized, or beside
-            layers of which most are in integers.
+        grouped_routing: whether a router first chooses groups of experts, as in DeepSeek's models.
+        plain_experts: whether some experts stay in floating point, or may, beside quantized experts or beside layers
+            that are mostly in integers.
     """
 
     scheme_format: str
@@ -53,7 +53,7 @@ def describe(path: Path) -> ModelDescription:
     """Describes the model of a Hugging Face folder or a directory with model.gguf.
 
     Raises:
-        DataError: neither is there, or it is damaged.
+        DataError: the directory has neither, or is damaged.
     """
     if (path / GGUF_FILE).is_file():
         details = read_json(path / MANIFEST).get("details", {}) if (path / MANIFEST).is_file() else {}
@@ -61,7 +61,7 @@ def describe(path: Path) -> ModelDescription:
     folder = ModelFolder.open(path)
     quantized = {name.rpartition(".")[0] for name in folder.tensors if name.endswith(".weight_scale")}
     groups = scheme_groups(folder.config)
-    # a group that names layers is one of experts where a name has them; "Linear" is all of them
+    # a group that names layers is for experts where a name has "experts"; "Linear" covers them too
     of_experts = [group for group in groups if any("experts" in each or each == "Linear" for each in _targets(group))]
     dense = [group for group in groups if any("experts" not in each for each in _targets(group))]
     experts = {module for name in folder.tensors if ".experts." in (module := name.rpartition(".")[0])}
@@ -80,7 +80,7 @@ def describe(path: Path) -> ModelDescription:
 
 
 def architecture(config: HfFields) -> HfFields:
-    """The fields of a description that a Hugging Face config alone decides, but for `head_size`."""
+    """The fields of a description that follow from a Hugging Face config alone, except `head_size`."""
     text = {**config, **(config.get("text_config") or {})}
     return {"latent": bool(text.get("kv_lora_rank")), "grouped_routing": text.get("n_group") is not None}
 

@@ -1,11 +1,11 @@
-"""The gate of a compression: every consumer scores the written files, which get their name only within the bound.
+"""The gate of a compression: every consumer scores the written files, which get their final name only within the bound.
 
-The reference is the original model in floating point, scored by transformers. A consumer's figures are therefore those
-of the compression and of the consumer's own arithmetic together, which is what will be served.
+The reference is the original model in floating point, scored by transformers. A consumer's figures therefore include
+the compression and the consumer's own arithmetic, as in serving.
 
-A pruned model predicts other things than its original, and mostly is trained again, so that no bound says whether it
-is right: how far it is from the original is recorded. Whether a consumer computes what the folder says does not depend
-on that: its figures are bounded beside those of transformers on the same folder.
+A pruned model predicts other tokens than its original and is usually trained again: no bound says whether it is right,
+and its distance from the original is only recorded. Whether a consumer computes what the folder says can still be
+tested: its figures are bounded against those of transformers on the same folder.
 
 No torch here: every score comes from another process.
 """
@@ -37,12 +37,12 @@ from pipeline.evaluation.consumers.request import ScoreRequest, Scores, windows_
 from pipeline.evaluation.consumers.texts import texts_of
 
 LIMIT_BYTES = 512 << 20
-"""Largest size of the log-probabilities of one consumer, in bytes; those of two are in memory at a time."""
+"""Largest size of one consumer's log-probabilities, in bytes; those of two consumers are in memory at a time."""
 POSITIONS = 4096
-"""Number of positions that are compared, where the vocabulary is small enough for LIMIT_BYTES."""
+"""Number of positions to compare, where the vocabulary is small enough for LIMIT_BYTES."""
 
 _NO_BOUND = Bound(inf, inf)
-"""The bound that any finite figure is within."""
+"""A bound that admits any finite figure."""
 
 Say = Callable[[str], None]
 
@@ -69,13 +69,13 @@ class GateSample:
         longest: int | None = None,
         positions: int = POSITIONS,
     ) -> GateSample:
-        """Windows evenly spread over a held-out split, and texts: theirs, and awkward ones.
+        """Takes windows evenly spread over a held-out split, and texts: those of windows, and awkward ones.
 
         Args:
             dataset: the split, with its sequence length.
             model: folder with the tokenizer.
             vocabulary: V of the model.
-            longest: number of positions of the model, None for no limit; vLLM generates one token behind a window.
+            longest: number of positions of the model, None for no limit; vLLM generates one token after a window.
             positions: largest number of positions that are scored.
         """
         length = dataset.sequence_length + 1
@@ -89,7 +89,7 @@ class GateSample:
 
 
 def score_original(model: Path, sample: GateSample, *, vocabulary: int) -> Scores:
-    """The reference: the original in floating point, by transformers.
+    """Scores the reference: the original in floating point, by transformers.
 
     Raises:
         DataError: the original cannot be loaded.
@@ -108,7 +108,7 @@ def run_gate(
     say: Say = lambda _line: None,
     reference: Callable[[], Scores] | None = None,
 ) -> Figures:
-    """Scores a compressed model by its consumers.
+    """Scores a compressed model with its consumers.
 
     Args:
         original: Hugging Face folder of the model in floating point.
@@ -118,14 +118,14 @@ def run_gate(
         vocabulary: V of the original.
         consumers: consumers to run.
         say: prints a line for people.
-        reference: reads the original's scores of the sample; None where it has not been scored yet.
+        reference: function that reads the original's scores of the sample; None if it has not been scored yet.
 
     Returns:
         For the manifest: consumer -> its figures, or {"not_run": reason}.
 
     Raises:
-        DataError: a consumer fails, its tokenizer gives other ids, or it is outside the bound: the message names the
-            figures, the layers that lose most, and what of the config can be changed.
+        DataError: a consumer fails, its tokenizer gives other ids, or its figures are outside the bound: the message
+            names the figures, the layers that lose most, and the config keys to change.
     """
     expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
     figures: Figures = {name: {"not_run": reason} for name, reason in consumers.not_run.items()}
@@ -159,11 +159,11 @@ def run_pruned_gate(
     say: Say = lambda _line: None,
     reference: Callable[[], Scores] | None = None,
 ) -> Figures:
-    """Scores a pruned model by its consumers.
+    """Scores a pruned model with its consumers.
 
     Args:
         original: Hugging Face folder of the model that was pruned.
-        scheme: dtype of the result's weights, whose bound holds between consumers.
+        scheme: dtype of the result's weights, whose bound applies between consumers.
         result, sample, vocabulary, consumers, say, reference: the arguments of `run_gate`.
 
     Returns:
@@ -171,8 +171,8 @@ def run_pruned_gate(
         folder; or {"not_run": reason}.
 
     Raises:
-        DataError: a consumer fails, its tokenizer gives other ids, its figures are not finite, or it is further from
-            transformers on the same folder than the bound of the dtype.
+        DataError: a consumer fails, its tokenizer gives other ids, its figures are not finite, or they differ from
+            transformers' on the same folder by more than the dtype's bound.
     """
     expected = reference() if reference else score_original(original, sample, vocabulary=vocabulary)
     say("scoring with transformers")
@@ -197,7 +197,7 @@ def run_pruned_gate(
 
 
 def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) -> tuple[Figures, list[str]]:
-    """A consumer's figures for the manifest, and those outside of the bound as sentences."""
+    """A consumer's figures for the manifest, and those outside the bound as sentences."""
     found = compare(reference.log_probabilities, scores.log_probabilities, sample.windows)
     different = [n for n, (a, b) in enumerate(zip(reference.ids, scores.ids, strict=True)) if a != b]
     figures = {
@@ -217,7 +217,7 @@ def judged(scores: Scores, reference: Scores, sample: GateSample, bound: Bound) 
 def _refusal(
     result: Path, lines: Sequence[str], figures: remedies.Figures, wrong: Sequence[str], remedy: str
 ) -> DataError:
-    """The error of a result that is not accepted.
+    """Makes the error for a result that is not accepted.
 
     Args:
         result: directory of the result, under its final name or staged.
@@ -232,9 +232,10 @@ def _refusal(
 
 
 def attribution(original: Path, result: Path) -> list[tuple[str, float]]:
-    """Finds the layers that lose most: name and KL in nats, largest first; empty where that fails.
+    """Finds the layers that lose most: name and KL in nats, largest first; empty if that fails.
 
-    Each decoder layer of the original gets the compressed weights alone, and the KL divergence of its output is taken.
+    One decoder layer of the original at a time gets the compressed weights; the KL divergence of the output is
+    measured.
     """
     with TemporaryDirectory(prefix="headrace-layers-") as folder:
         out = Path(folder) / "layers.json"

@@ -21,7 +21,7 @@ _TOKENS = 128
 def main(original: str, result: str, out: str) -> None:
     """Writes [[part, KL in nats], ...], largest first.
 
-    Activations that are quantized while serving are not here: only weights are exchanged.
+    Only weights are exchanged: activations are not quantized here, even if they are while serving.
     """
     model, compressed = (load_model(Path(path), dtype=torch.float32) for path in (original, result))
     own, other = dict(model.named_parameters()), dict(compressed.named_parameters())

@@ -1,4 +1,4 @@
-"""The original that a compression is judged by: loaded once, measured as `headrace eval` does, and scored. No torch."""
+"""The original against which a compression is judged: loaded once, evaluated and scored. No torch."""
 
 from __future__ import annotations
 

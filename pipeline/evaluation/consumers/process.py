@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SILENCE_S = 3600.0
-"""Seconds without output after which a process hangs: loading a model, or scoring one batch of windows, takes less."""
+"""Seconds without output after which a process counts as hung; loading a model or scoring a batch takes less."""
 
 
 def run_worker(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, progress: Callable[[int, int], None]
 ) -> int:
-    """Runs a process that prints "progress DONE ALL" lines; returns its exit code, -9 where it was silent for too long.
+    """Runs a process that prints "progress DONE ALL" lines; returns its exit code, -9 if it was silent for too long.
 
     Args:
         command: command line of the process.
         environment: environment variables of the process.
-        log: file that its errors and its other lines are appended to.
+        log: file to which its errors and its other lines are appended.
         progress: called with (done, all).
     """
     with (
@@ -43,7 +43,7 @@ def run_worker(
 
 @contextmanager
 def _killed_when_silent(process: subprocess.Popen[str], log: Path) -> Iterator[Callable[[], None]]:
-    """Kills a silent process; yields the function to call whenever the process has printed a line."""
+    """Kills a silent process; yields the function to call for every line that the process prints."""
     over, said = threading.Event(), time.monotonic()
 
     def heard() -> None:

@@ -22,7 +22,7 @@ _MORE_BITS = {
     "F16": "F32",
     "BF16": "F32",
 }
-"""Scheme -> one that rounds less."""
+"""Scheme -> a scheme that rounds less."""
 _FLOATS = {"float32", "bfloat16", "float16", "F32", "BF16", "F16"}
 
 
@@ -69,7 +69,7 @@ def of_pruning(figures: Figures, wrong: Sequence[str], *, scheme: str) -> str:
 
 
 def of_verification(figures: Figures, wrong: Sequence[str]) -> str:
-    """Remedies for a model that was accepted when it was written, but is not by `headrace compress verify`."""
+    """Remedies for a model that was accepted when written, but not by `headrace compress verify`."""
     others = _accepting(figures, wrong)
     ways = [f"--consumers {','.join(others)}"] if others else []
     return " or ".join(["make it again: its files or the programs have changed since it was accepted", *ways])
@@ -80,7 +80,7 @@ def _accepting(figures: Figures, wrong: Sequence[str]) -> list[str]:
 
 
 def _without(figures: Figures, wrong: Sequence[str]) -> list[str]:
-    """The remedy to leave out the consumers that do not accept the result, where others do."""
+    """The remedy to leave out the consumers that do not accept the result, if other consumers do."""
     others = _accepting(figures, wrong)
     return [f'"consumers": {json.dumps(others)}, if it is served by no other'] if others else []
 
@@ -90,13 +90,13 @@ def _same_ids(found: Mapping[str, Any]) -> bool:
 
 
 def _needed_kl(found: Mapping[str, Any]) -> float:
-    """The smallest `max_mean_kl` that takes these figures; see `bound_within`."""
+    """The smallest `max_mean_kl` that admits these figures; see `bound_within`."""
     ratio = found["perplexity"] / found["original_perplexity"]
     return max(float(found["mean_kl"]), log(ratio) if ratio > 0 else 0.0)
 
 
 def _rounded_up(value: float) -> float:
-    """Rounds up to two digits, after adding a twentieth: a program may add in another order the next time."""
+    """Rounds up to two digits, after adding a twentieth: a program may sum in another order the next time."""
     wanted = 1.05 * value
     unit = 10.0 ** (floor(log10(wanted)) - 1)
     return float(f"{ceil(wanted / unit) * unit:.2g}")

@@ -42,7 +42,7 @@ class ScoreRequest:
         model: a Hugging Face folder, or a directory with model.gguf.
         windows: token ids, int64 [n, T].
         texts: texts to tokenize with the consumer's own tokenizer, without special tokens.
-        vocabulary: V; entries that a consumer adds behind it are cut off, and the rest is normalized again.
+        vocabulary: V; further entries of a consumer are cut off, and the rest is normalized again.
         kept: indices of the windows whose log-probabilities of all tokens are wanted; None for every window.
         generation: generation to be timed; none without batches.
         samples: texts to continue by greedy decoding.
@@ -74,11 +74,11 @@ class Scores:
 
     Attributes:
         log_probabilities: log-probabilities of the token after each position but the last, float32 [kept, T - 1, V].
-        targets: log-probabilities of the windows' own next tokens, float32 [n, T - 1].
+        targets: log-probabilities of the next tokens in the windows, float32 [n, T - 1].
         ids: token ids of each text.
         version: version of the consumer.
         seconds: seconds that the windows took, without loading.
-        threads: number of threads that the consumer computed with.
+        threads: number of threads with which the consumer computed.
         generation: figures of each batch: batch, prompt_tokens, new_tokens, seconds, tokens_per_second, peak_bytes,
             peak_of_batch.
         samples: new token ids of each text.

@@ -10,7 +10,7 @@ _COLUMNS = ("KL, mean", "max", "top-1", "perplexity", "original's", "same ids")
 
 
 def consumer_table(figures: Figures, *, title: str) -> Table:
-    """A row for each consumer that was run; below it their versions, and why others were not. KL is in nats."""
+    """A row for each consumer that ran; below it versions, and why other consumers did not run. KL is in nats."""
     shown = Table(title=title)
     shown.add_column("consumer", no_wrap=True)
     for column in _COLUMNS:

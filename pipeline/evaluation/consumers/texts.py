@@ -1,4 +1,4 @@
-"""Texts whose token ids have to be equal in every consumer: of the windows, of single tokens, and awkward ones.
+"""Texts whose token ids must be equal in every consumer: from windows, from single tokens, and awkward ones.
 
 No torch.
 """
@@ -44,7 +44,7 @@ AWKWARD = (
 
 
 def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """The awkward texts and, where the folder has a tokenizer, texts of windows [n, T] and of single tokens."""
+    """The awkward texts and, if the folder has a tokenizer, texts of windows [n, T] and of single tokens."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return AWKWARD
@@ -55,9 +55,9 @@ def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
 
 
 def _single_tokens(tokenizer: Tokenizer, file: Path) -> tuple[str, ...]:
-    """Words that come before merges, as Llama 3 has them, and tokens evenly spread; none that is a part of a character.
+    """Words that come before merges, as in Llama 3, and evenly spread tokens; none that is only part of a character.
 
-    Tokens that windows lack are where a program that only knows merges, or other scores, gives other ids.
+    Tokens that the windows lack show a program that only knows merges, or other scores: it gives other ids.
     """
     model = read_json(file)["model"]
     words = words_without_merges({"model": model}) if model["type"] == "BPE" else []

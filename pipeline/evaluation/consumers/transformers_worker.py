@@ -24,9 +24,9 @@ def load(folder: str) -> Served:
 
 
 def served(model: Any, folder: str) -> Served:
-    """A model that is loaded, on any device, with the tokenizer of its folder."""
-    model.generation_config.eos_token_id = None  # generation goes on behind the end of a text
-    # only where there is one: windows of ids need none
+    """Serves a loaded model, on any device, with the tokenizer of its folder."""
+    model.generation_config.eos_token_id = None  # generation continues after the end of a text
+    # a folder may lack one: windows of ids need none
     found = any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = load_tokenizer(Path(folder)) if found else None
 

@@ -1,4 +1,4 @@
-"""Scores a Hugging Face folder with vLLM. Run by the Python of vLLM's own environment, where headrace is not."""
+"""Scores a Hugging Face folder with vLLM. Runs in the Python of vLLM's own environment, which lacks headrace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(folder: str) -> Served:
     """Loads the folder."""
     job = job_of_command_line()
     how: dict[str, Any] = {"enforce_eager": True, "max_logprobs": -1, "disable_log_stats": True}
-    # a prompt that is generated from twice, for the warmup, is computed twice
+    # no cache: the same prompt is computed for the warmup and again
     served = vllm.LLM(folder, max_model_len=longest(job), enable_prefix_caching=False, **how)
     tokenizer = served.get_tokenizer()
     settings = vllm.SamplingParams(
@@ -53,7 +53,7 @@ def load(folder: str) -> Served:
 
 
 def longest(job: Path) -> int:
-    """Positions that the job needs: the longest window or generation, and one more token."""
+    """Number of positions that the job needs: the longest window or generation, and one more token."""
     length = int(np.load(job / "windows.npy", mmap_mode="r").shape[1])
     about = json.loads((job / "job.json").read_text())
     prompts = about["generation"]["prompts"]

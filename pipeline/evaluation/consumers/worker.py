@@ -1,7 +1,7 @@
 """Code that the workers of all consumers share: reading a job, and writing the scores row by row.
 
-Only numpy and the standard library, because a consumer may live in an environment without headrace: the file is then
-run from where it is, beside the worker's.
+Only numpy and the standard library, because a consumer may be in an environment without headrace. The file then runs
+from its place, beside the worker's file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Score = Callable[[Any], Any]
-"""Token ids [T] -> logits or log-probabilities [T - 1 or T, at least V]; a further row is ignored."""
+"""Function of token ids [T]: returns logits or log-probabilities [T - 1 or T, at least V]; a further row is ignored."""
 Generate = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
-"""Prompts of equal length [B][P], N -> the N next ids of each by greedy decoding, whatever they are, [B][N]."""
+"""Function of prompts of equal length [B][P] and N: returns each prompt's N next ids by greedy decoding, [B][N]."""
 
 _WARMUP_TOKENS = 2
 
@@ -31,8 +31,8 @@ class Served(NamedTuple):
     Attributes:
         version: version of the consumer.
         tokenize: text -> ids, without special tokens.
-        score: a window's log-probabilities.
-        generate: the next tokens of prompts.
+        score: function that returns a window's log-probabilities.
+        generate: function that returns the next tokens of prompts.
     """
 
     version: str
@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
 
 def serve(job: Path, load: Callable[[str], Served]) -> None:
-    """Does a job: generation first, in the memory that loading needed, then the windows.
+    """Runs a job: first generation, while memory is as after loading, then the windows.
 
     Args:
         job: directory of the job.
@@ -60,7 +60,7 @@ def serve(job: Path, load: Callable[[str], Served]) -> None:
 
 
 def _score(job: Path, score: Score, windows: Any, about: dict[str, Any]) -> float:
-    """Writes the targets' log-probabilities of every window, all of the kept ones; returns the seconds it took."""
+    """Writes the targets' log-probabilities of every window, and all of the kept windows; returns the seconds."""
     count, length = windows.shape
     kept = {number: row for row, number in enumerate(about["kept"])}
     shape = (len(kept), length - 1, about["vocabulary"])
@@ -80,7 +80,7 @@ def _score(job: Path, score: Score, windows: Any, about: dict[str, Any]) -> floa
 
 
 def _timed(generate: Generate, about: dict[str, Any], batch: int) -> dict[str, Any]:
-    """Generation by greedy decoding after a warmup: tokens/s, prompt included, and the largest resident set."""
+    """Times greedy decoding after a warmup: tokens/s, prompt included, and the largest resident set."""
     prompts, tokens = about["prompts"][:batch], about["new_tokens"]
     generate(prompts, _WARMUP_TOKENS)
     own = _forget_peak()
@@ -96,7 +96,7 @@ def _sample(model: Served, text: str, tokens: int) -> list[int]:
 
 
 def _forget_peak() -> bool:
-    """Starts the kernel's high-water mark anew (Linux, proc(5), clear_refs); False where that is not possible."""
+    """Resets the kernel's high-water mark (Linux, proc(5), clear_refs); returns False where that is impossible."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -115,7 +115,7 @@ def _peak_bytes() -> int:
 
 
 def threads() -> int:
-    """Threads that every consumer computes with: OMP_NUM_THREADS, or the cores that the process may use."""
+    """Number of threads for every consumer: OMP_NUM_THREADS, or the cores that the process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     affinity = getattr(os, "sched_getaffinity", None)
     return int(given) if given.isdigit() and int(given) else (len(affinity(0)) if affinity else os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""Costs of a compression: held-out metrics before and after, for manifest, lineage and table. No torch."""
+"""Held-out metrics before and after a compression, for manifest, lineage and table. No torch."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bits per byte": ("bits_per_byte", show_bits_per_byte),
     "tokens/s": ("tokens_per_second", lambda value: f"{value:,.0f}"),
 }
-"""Row -> (key of a side, how its value is shown)."""
+"""Row -> (key of the row's figure, function that formats it)."""
 
 
 def measured(side: Mapping[str, Any]) -> Figures:
-    """The figures of `measure` that the manifest keeps, without unmeasured ones."""
+    """The measured figures of `measure` that the manifest keeps."""
     return {key: side[key] for key in _MEASURED if key in side}
 
 
 def scored_data(before: Mapping[str, Any]) -> Figures:
-    """The data that both sides were measured on."""
+    """The data on which both sides were measured."""
     return {key: before[key] for key in ("data", "split", "sequence_length")}
 
 
@@ -54,7 +54,7 @@ def changes(recorded: Mapping[str, Any]) -> Figures:
 
 
 def table_of(manifest: Manifest, *, after: str) -> Table:
-    """A table with the columns before and after, still without rows.
+    """A table with the columns before and after, without rows yet.
 
     Args:
         manifest: manifest of the result.
@@ -71,7 +71,7 @@ def table_of(manifest: Manifest, *, after: str) -> Table:
 
 
 def add_measured(shown: Table, recorded: Mapping[str, Any]) -> None:
-    """Adds a row for each metric that a side has; a dash where the other has none."""
+    """Adds a row for each metric that either side has; a dash where one side lacks it."""
     sides = recorded["before"], recorded["after"]
     for name, (key, show) in _ROWS.items():
         if any(key in side for side in sides):

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) ->
 
     Args:
         parser: parser of the command.
-        optional: whether MODEL and --data may be left out, as where several models are compared.
+        optional: whether MODEL and --data may be left out, as in a comparison of several models.
     """
     defaults = HeldOutData(path="")
     count: dict[str, Any] = {"nargs": "?"} if optional else {}
@@ -59,7 +59,7 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def window_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `add_window_arguments` that were given, as fields of `HeldOutData`."""
+    """The given arguments among those of `add_window_arguments`, as fields of `HeldOutData`."""
     given = {"sequence_length": args.sequence_length, "mask_documents": args.mask_documents}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -113,7 +113,7 @@ def evaluate_folder(
         progress: called with (windows done, all).
 
     Returns:
-        The model, and what `headrace eval --json` prints.
+        The model, and the figures that `headrace eval --json` prints.
 
     Raises:
         DataError: the model cannot be loaded (`load_model`).

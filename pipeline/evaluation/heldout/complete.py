@@ -20,7 +20,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 """Defaults of the sampling, in the command, in the report and in Python."""
 
 _LARGEST_SEED = 2**32 - 1
-"""transformers' `set_seed` seeds numpy, too, which takes 32 bits."""
+"""Largest seed: transformers' `set_seed` also seeds numpy, which takes 32 bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and its completion; with --chat the reply alone.
+    """Prints the prompt and its completion, or with --chat only the reply.
 
     Raises:
         ConfigError: no new tokens, an empty prompt, invalid sampling parameters, --greedy together with them, or --chat
@@ -92,23 +92,23 @@ def complete(
     seed: int = 0,
     chat: bool = False,
 ) -> str:
-    """Generates text: the prompt and up to `tokens` new tokens; stops at the end-of-text token,
-    with `chat` at the end of the assistant's turn, too.
+    """Generates text: the prompt and up to `tokens` new tokens; stops at the end-of-text token, with `chat` also at the
+    end of the assistant's turn.
 
     Args:
         path: a model folder with its tokenizer.
         prompt: text, not empty.
         tokens: maximum number of new tokens.
-        temperature: 0 for greedy decoding, else logits are divided by it and sampled from.
+        temperature: 0 for greedy decoding; else logits are divided by it before sampling.
         top_p: nucleus sampling: total probability, in (0, 1], of the tokens that are sampled from.
         seed: seed of the sampling, 32 bits.
-        chat: format the prompt as a user message with the chat template; return the reply alone.
+        chat: whether to format the prompt as a user message with the chat template and return only the reply.
 
     Raises:
         ConfigError: with `chat`, the tokenizer has no chat template, or one that fails.
         DataError: the folder holds no model, or no tokenizer.
     """
-    # before the model, which takes longer to load: a missing template is refused here
+    # before the model, which takes longer to load: a missing template is refused early
     tokenizer = load_tokenizer(path)
     inputs = _chat_inputs(tokenizer, prompt, path) if chat else tokenizer(prompt, return_tensors="pt")
 
@@ -122,7 +122,7 @@ def complete(
     # top_k 0: no limit, where transformers' default is 50
     sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     sampling = sampled if temperature > 0 else {"do_sample": False}
-    # the fallback avoids a warning with tokenizers without a padding token: one prompt needs none
+    # the fallback avoids a warning: a single prompt needs no padding token
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ends = _end_tokens(tokenizer, model.generation_config.eos_token_id) if chat else None
     stopping = {"eos_token_id": ends} if ends else {}
@@ -135,7 +135,7 @@ def complete(
 def _end_tokens(tokenizer: Any, eos: int | Sequence[int] | None) -> list[int]:
     """Token ids that end a reply: the model's EOS, and the token that the chat template writes after a reply.
 
-    The template's token may be another than EOS: Llama 3 ends turns with <|eot_id|>, Gemma with <end_of_turn>.
+    The template's token may differ from EOS: Llama 3 ends turns with <|eot_id|>, Gemma with <end_of_turn>.
     """
     from jinja2 import TemplateError  # noqa: PLC0415
 
@@ -146,14 +146,14 @@ def _end_tokens(tokenizer: Any, eos: int | Sequence[int] | None) -> list[int]:
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     try:
         after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(reply)[2]
-    except TemplateError:  # a template of other roles
+    except TemplateError:  # the template wants other roles
         return ends
     first = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"][:1]
     return ends + [token for token in first if token in tokenizer.added_tokens_decoder and token not in ends]
 
 
 def _check_sampling(args: argparse.Namespace) -> tuple[float, float]:
-    """Temperature and top-p; temperature 0 means greedy decoding."""
+    """Checks and returns temperature and top-p; temperature 0 means greedy decoding."""
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise ConfigError("--temperature", args.temperature, why="it divides the logits", remedy="use 0 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:

@@ -17,7 +17,7 @@ from pipeline.data.dataset import TokenDataset, choose_windows, tokenizer_detail
 from pipeline.models.folder.model_folder import ModelFolder, trained_data
 
 _COUNTED_WINDOWS = 256
-"""Windows whose loss masks are in memory at a time."""
+"""Number of windows whose loss masks are in memory at a time."""
 
 
 class HeldOutData(Section):
@@ -52,11 +52,11 @@ class HeldOutData(Section):
 
 
 def as_trained(data: HeldOutData, model: Path) -> HeldOutData:
-    """Fills in the fields that are not given as in the training of the model, so that the losses can be compared.
+    """Fills in missing fields from the model's training: the losses can then be compared.
 
     Args:
         data: the section as written.
-        model: directory of the model, whose manifest has the config of its training, or of its quantization.
+        model: directory of the model; its manifest has the config of its training or quantization.
     """
     trained = trained_data(model)
     names = ("sequence_length", "mask_documents")
@@ -72,7 +72,7 @@ class FieldNames(NamedTuple):
 
 
 def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | None = None) -> TokenDataset:
-    """Opens the split and checks that the model's tokenizer is the one the tokens were made with.
+    """Opens the split and checks that its tokens were made with the model's tokenizer.
 
     Raises:
         ConfigError: windows longer than the model's positions; another vocabulary or tokenizer.
@@ -91,10 +91,10 @@ def open_heldout(data: HeldOutData, folder: ModelFolder, *, names: FieldNames | 
 
 
 def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool = False) -> int:
-    """Number of target tokens in windows: all tokens, or only those in the loss mask or within documents.
+    """Counts target tokens in windows: all tokens, or only those in the loss mask or within documents.
 
     Raises:
-        DataError: there is none.
+        DataError: there are no target tokens.
     """
     if not dataset.masked and not mask_documents:
         return windows.size * dataset.sequence_length
@@ -109,7 +109,7 @@ def count_targets(dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask
 def count_targets_of_each(
     dataset: TokenDataset, windows: npt.NDArray[np.int64], *, mask_documents: bool
 ) -> npt.NDArray[np.int64]:
-    """int64 [n]: number of target tokens of each window."""
+    """Counts the target tokens of each window, int64 [n]."""
     if not dataset.masked and not mask_documents:
         return np.full(windows.size, dataset.sequence_length, dtype=np.int64)
     pieces = np.array_split(windows, -(-windows.size // _COUNTED_WINDOWS))
@@ -123,7 +123,7 @@ def loss_by_source(
     losses: npt.NDArray[np.float64],
     targets: npt.NDArray[np.int64],
 ) -> dict[str, float]:
-    """Mean loss of each source, nats per target token. A window is of one source, as a shard is.
+    """Mean loss of each source, nats per target token. Each window has one source, as shards do.
 
     Args:
         dataset: dataset whose manifest names the sources; without names the result is empty.

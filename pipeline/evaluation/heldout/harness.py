@@ -1,8 +1,8 @@
 """`headrace eval --tasks NAMES`: tasks of lm-evaluation-harness (PyPI lm_eval), also offline.
 
-Each model is evaluated in a process of its own, loaded strictly by transformers. Tasks are the library's own, whose
-data sets have to be in the cache of `datasets` where there is no network, or those of a folder of YAML files, which may
-name data sets that are files. No torch here.
+Each model is evaluated in its own process, loaded strictly by transformers. Tasks are the library's own or those in a
+folder of YAML files. Without a network, the library's data sets must be in the cache of `datasets`; YAML tasks may name
+files as data sets. No torch here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAIL = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of tasks."""
+    """Declares the options for tasks."""
     parser.add_argument(
         "--tasks",
         metavar="NAME,NAME",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Evaluates every model: name -> what `evaluate_tasks` returns.
+    """Evaluates every model: name -> result of `evaluate_tasks`.
 
     Raises:
         ConfigError: an unknown task.
@@ -79,7 +79,7 @@ def evaluate_tasks(path: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: a task has an unknown name.
-        DataError: the process failed; with the end of its output.
+        DataError: the process failed; the message has the end of its output.
     """
     with TemporaryDirectory(prefix="headrace-tasks-") as folder:
         given, out = Path(folder) / "job.json", Path(folder) / "result.json"
@@ -103,7 +103,7 @@ def check(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, P
     """Refuses tasks and models that cannot be evaluated.
 
     Raises:
-        ConfigError: lm_eval is not installed, an empty name, or a number that is too small.
+        ConfigError: lm_eval is not installed, a name is empty, or a number is too small.
         DataError: a folder holds no model with a tokenizer.
     """
     if find_spec(PACKAGE) is None:
@@ -141,7 +141,7 @@ def table_of_figures(
     cell: Callable[[Any, str], str],
     label: Callable[[str], str] = str,
 ) -> Table:
-    """A row for each task and figure, a column for each model.
+    """Makes a row for each task and figure, with a column for each model.
 
     Args:
         found: name of a model -> its tasks.

@@ -16,7 +16,7 @@ from foundation.directory import write_json
 from pipeline.models.folder.loading import load_model, pick_device
 from pipeline.models.tokenizer_files import load_tokenizer
 
-_BOOTSTRAP = 1000  # resamplings for the standard errors of metrics that are no means
+_BOOTSTRAP = 1000  # resamplings for the standard errors of metrics other than means
 
 
 def main(given: str, out: str) -> None:

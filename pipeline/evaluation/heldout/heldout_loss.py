@@ -1,11 +1,11 @@
 """Held-out loss of a causal language model, with perplexity and bits per byte.
 
 - loss: mean over target tokens of -ln p(token | the tokens before it in its window), nats per token. With a loss mask
-  the targets are those of the mask, as in training;
+  the targets are the mask's, as in training;
 - perplexity: exp(loss), which depends on the tokenizer;
-- bits per byte: loss / ln 2 x tokens / bytes of the split, which does not, so that models with different tokenizers
-  can be compared. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027). Not defined with a loss mask,
-  since the loss of some tokens does not relate to the bytes of all.
+- bits per byte: loss / ln 2 x tokens / bytes of the split. It does not depend on the tokenizer, and compares models
+  with different tokenizers. Source: Gao et al. 2020, "The Pile", section 3.1 (arXiv:2101.00027). Not defined with a
+  loss mask, since the loss of some tokens does not relate to the bytes of all.
 
 Shapes: B windows per batch, T tokens per window, V vocabulary size.
 """
@@ -37,8 +37,9 @@ class HeldOut:
         loss_nats: mean loss, nats per token.
         perplexity: exp(loss_nats); infinite where that overflows.
         bits_per_byte: bits per UTF-8 byte of the split's text; None with a loss mask.
-        tokens: number of target tokens; with a loss mask, those of the mask.
-        tokens_per_second: all tokens per second of forward passes and loss, reading included, after a warmup.
+        tokens: number of target tokens; with a loss mask, of the tokens in the mask.
+        tokens_per_second: tokens per second of forward passes and loss, targets or not, including reading, after a
+            warmup.
         sources: name of a source of the dataset with targets -> loss over its targets, nats per token.
     """
 
@@ -60,7 +61,7 @@ def evaluate(
     mask_documents: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> HeldOut:
-    """Evaluates the windows of a split, each token given those before it in its window.
+    """Evaluates the windows of a split; each token is predicted from the tokens before it in its window.
 
     Args:
         model: called with int64 [B, T] on `device`, returns an object with `logits` [B, T, V], as in Hugging Face. Its
@@ -104,7 +105,7 @@ def _batches(
     """Yields the loss of each window of a batch, summed over its targets, in nats: float64 [B]."""
     for begin in range(0, len(chosen), batch_size):
         windows = chosen[begin : begin + batch_size]
-        # the copy waits for the device, so that the measured time is right there, too
+        # the copy waits for the device: the measured time includes it
         yield score(windows).cpu().numpy()
         if progress is not None:
             progress(begin + len(windows), len(chosen))
@@ -123,7 +124,7 @@ def _loss(
     tokens = torch.from_numpy(rows).to(device)
     loss_mask = torch.from_numpy(targets_of(dataset, windows, mask_documents=mask_documents)).to(device)
     inputs = {"input_ids": tokens[:, :-1]}
-    if mask_documents:  # transformers makes the document mask of positions that begin anew
+    if mask_documents:  # transformers derives the document mask from positions that restart
         positions = make_batch(rows, dataset.boundaries(windows)).positions
         assert positions is not None
         inputs["position_ids"] = positions.to(device)

@@ -34,10 +34,10 @@ def measure(folder: Path, data: HeldOutData) -> Figures:
 
 
 def finite(folder: Path, result: Figures) -> Figures:
-    """Returns the result, after a check that its perplexity is finite.
+    """Returns the result after checking that its perplexity is finite.
 
     Raises:
-        DataError: its perplexity is not finite.
+        DataError: the perplexity is not finite.
     """
     if not math.isfinite(result["perplexity"]):
         raise DataError(f"{folder} was not accepted: its held-out perplexity is {result['perplexity']}")

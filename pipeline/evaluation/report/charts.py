@@ -29,8 +29,8 @@ class ChartLine:
     Attributes:
         index: index of the run in the report; selects color and dash.
         name: name of the run.
-        x: tokens, float64 [n], n >= 1.
-        y: float64 [n]; values that are not finite are left out.
+        x: tokens of each point, float64 [n], n >= 1.
+        y: values, float64 [n]; values that are not finite are left out.
         marks: held-out evaluations as (x, y), float64 [m] each.
     """
 
@@ -67,7 +67,7 @@ class Chart:
     smoothed: bool = True
 
     def highest(self) -> float:
-        """The largest value, within the chart or above."""
+        """The largest value, within the chart or above it."""
         return max((float(values.max()) for line in self.lines if (values := _finite(line.y)).size), default=0.0)
 
     def limits(self) -> tuple[float, float]:
@@ -144,7 +144,7 @@ def _frame(axes: Axes, chart: Chart, *, width: float, height: float) -> None:
 def _y_formatter(chart: Chart) -> Formatter:
     if (show := chart.show) is not None:
         return FuncFormatter(lambda value, _: show(value))
-    plain = ScalarFormatter(useOffset=False)  # as many decimals for all ticks as one of them needs
+    plain = ScalarFormatter(useOffset=False)  # all ticks get as many decimals as any tick needs
     plain.set_scientific(False)
     return plain
 
@@ -154,7 +154,7 @@ def _line(axes: Axes, line: ChartLine, *, smoothed: bool) -> None:
     color, window = svg.color(line.index), smoothing_window(line.y.size) if smoothed else 1
     x = thin(line.x)
     look: dict[str, Any] = {"color": color, "solid_capstyle": "round", "solid_joinstyle": "round"}
-    if _finite(line.y).size == 1:  # a single point has no line
+    if _finite(line.y).size == 1:  # a single point gives no line
         look |= {"marker": "o", "markersize": 5, "markerfacecolor": svg.GROUND}
     if window > 1:
         axes.plot(x, thin(line.y), linewidth=0.8, alpha=0.4, **look)
@@ -193,7 +193,7 @@ def _last(line: ChartLine) -> float:
 
 
 def _write_labels(axes: Axes, chart: Chart, labels: list[str], *, gap: float) -> None:
-    """Labels beside the lines' last points, spread to avoid overlap; `gap` is a text line's height in axes heights."""
+    """Writes labels beside the lines' last points, spread apart; `gap` is a text line's height in axes heights."""
     low, high = chart.limits()
     wanted = [(_last(line) - low) / (high - low) if np.isfinite(_last(line)) else 1.0 for line in chart.lines]
     for line, text, y in zip(chart.lines, labels, spread(wanted, gap=gap), strict=True):
@@ -205,7 +205,7 @@ def _write_labels(axes: Axes, chart: Chart, labels: list[str], *, gap: float) ->
 def spread(wanted: Sequence[float], *, gap: float) -> list[float]:
     """Positions close to `wanted`, in the same order, at least `gap` apart and none below half a gap."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    # a stack of labels is centered on its values: its lowest label starts half of its height below
+    # a stack of labels is centered on its values: its lowest label starts half of the stack's height below
     placed, floor = [0.0] * len(wanted), gap / 2
     for rank, i in enumerate(order):
         above = sum(1 for j in order[rank + 1 :] if wanted[j] - wanted[i] < gap)

@@ -1,6 +1,6 @@
 """`python -m pipeline report OUT.html --run NAME=RUN --model NAME=FOLDER --data TOKENS`: report of runs and models.
 
-Runs alone need neither a model nor data, and may still be training: the page is of the steps they have done.
+Runs alone need neither a model nor data, and may still be training: the page shows their steps so far.
 
 All inputs are checked first; then each model is measured in processes of its own, tables are printed, and the page is
 written atomically.

@@ -12,7 +12,7 @@ from pipeline.evaluation.report.runs import RunRecord
 from pipeline.evaluation.report.series import POINTS, smoothing_window
 
 COMPARABLE = 8.0
-"""Runs whose lengths in tokens differ by a larger factor get separate charts: the short one would be barely visible."""
+"""Runs whose lengths in tokens differ by a larger factor get separate charts: the shorter would be barely visible."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def side_charts(group: CurveGroup) -> list[Chart]:
 
 
 def _task_charts(group: CurveGroup) -> Iterator[Chart]:
-    """A chart for each task that a run was evaluated on, of the first of its figures."""
+    """Yields a chart for each task on which a run was evaluated, of the task's first figure."""
     for number, task in enumerate(dict.fromkeys(name for _, run in group.runs for name in run.tasks)):
         rows = [row for _, run in group.runs for row in run.tasks.get(task, ())]
         name = next((name for name in NAMES if any(name in row for row in rows)), None)
@@ -93,7 +93,7 @@ def cut_remark(chart: Chart) -> Iterator[str]:
 
 
 def _each(group: CurveGroup, texts: Sequence[str]) -> str:
-    """One text if all are equal, else "9 (teacher), 5 (student)"."""
+    """One text if all texts are equal, else "9 (teacher), 5 (student)"."""
     if len(set(texts)) == 1:
         return texts[0]
     return ", ".join(f"{text} ({run.name})" for text, (_, run) in zip(texts, group.runs, strict=True))

@@ -14,7 +14,7 @@ from pipeline.evaluation.report.runs import RunRecord
 from pipeline.models.folder.model_folder import ModelFolder
 
 SHORT = 12
-"""Characters of a fingerprint that are shown, as in error messages."""
+"""Number of characters shown of a fingerprint, as in error messages."""
 
 
 def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str]]:
@@ -22,7 +22,7 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
 
     Args:
         run: the run.
-        folders: the report's models; one exported from this run provides the number of parameters.
+        folders: the report's models; a model exported from this run provides the number of parameters.
     """
     checkpoint = _newest_checkpoint(run)
     return [
@@ -49,7 +49,7 @@ def _steps(run: RunRecord) -> str:
 
 
 def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:
-    """The parameters, by a model exported from this run: its manifest has the fingerprint of the run's checkpoint."""
+    """The parameters, from a model exported from this run: its manifest has the fingerprint of the run's checkpoint."""
     own = {_checkpoint_fingerprint(path) for path in _checkpoints(run)} - {None}
     for folder in folders:
         if (folder.path / "manifest.json").is_file():

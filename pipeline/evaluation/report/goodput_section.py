@@ -1,4 +1,4 @@
-"""The section on goodput: what each run's wall clock was spent on, as a bar for each attempt and a table."""
+"""The section on goodput: the use of each run's wall clock, as a bar for each attempt and a table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _figure(name: str, goodput: Goodput) -> Markup:
 
 
 def _bars(goodput: Goodput) -> Markup:
-    """A stacked bar for each attempt; of very many the newest."""
+    """A stacked bar for each attempt; only the newest if there are very many."""
     shown = goodput.attempts[-_MOST_BARS:]
     longest = max(each.spent.wall for each in shown) or 1.0
     rows = join((_bar(each, longest) for each in shown), between="\n")
@@ -86,7 +86,7 @@ def _table(goodput: Goodput) -> Markup:
 
 
 def _rows(spent: TimeSpent) -> Iterator[Markup]:
-    """Productive steps, then the losses, the largest first; those that are 0 are left out."""
+    """Productive steps, then the losses, the largest first; losses of 0 are left out."""
     seconds = asdict(spent)
     ordered = ["productive", *sorted(seconds.keys() - {"productive"}, key=lambda name: (-seconds[name], name))]
     for name in ordered:

@@ -24,7 +24,7 @@ class Inputs:
     Attributes:
         out: the page to write; its directory exists.
         runs: runs that were read, finished or still training, with distinct names.
-        comparison: the models and the held-out data that they are evaluated on; None without models.
+        comparison: the models, and the held-out data for their evaluation; None without models.
     """
 
     out: Path
@@ -43,7 +43,7 @@ class Inputs:
 
     @property
     def folders(self) -> list[ModelFolder]:
-        """The folders of the models that are no GGUF files."""
+        """The folders of the models; GGUF files have none."""
         return [each.folder for each in self.candidates if each.folder is not None]
 
     @property
@@ -71,7 +71,7 @@ def check(args: argparse.Namespace) -> Inputs:
 
 
 def _check_data(args: argparse.Namespace) -> HeldOutData | None:
-    """The held-out split; None for a report of runs alone."""
+    """The held-out split; None for a report with runs only."""
     if not args.run and not args.model:
         why = "there is nothing to report"
         raise ConfigError("--run", why=why, remedy="give --run NAME=RUN_DIR, or --model NAME=FOLDER with --data TOKENS")

@@ -1,4 +1,4 @@
-"""The sections of the models: tables, pictures, samples, lineage, hardware, and the data to download."""
+"""The sections on models: tables, pictures, samples, lineage, hardware, and the data to download."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.models.card.steps_text import SHORT
 
 
 def model_sections(inputs: Inputs, rows: Sequence[Row]) -> Markup:
-    """The sections of the models; empty for a report of runs alone."""
+    """The sections on models; empty for a report with runs only."""
     if inputs.comparison is None:
         return NOTHING
     measured = [row for row in rows if row.not_run is None]
@@ -68,7 +68,7 @@ def _not_run(rows: Sequence[Row]) -> Iterator[Markup]:
 
 
 def _downloads(rows: Sequence[Row]) -> Markup:
-    """Links that hold the data themselves."""
+    """Links that contain the data."""
 
     def link(name: str, kind: str, text: str) -> Markup:
         data = base64.b64encode(text.encode()).decode()
@@ -132,7 +132,7 @@ def _lineages(rows: Sequence[Row]) -> Markup:
 
 
 def _lineage(row: Row) -> Iterator[tuple[str, str]]:
-    """Corpora, and every step with its most telling numbers."""
+    """Corpora, and every step with its most important numbers."""
     lineage = lineage_of(row.path)
     for corpus in lineage["corpora"]:
         tokens = f", {corpus['tokens']:,} training tokens" if corpus.get("tokens") else ""

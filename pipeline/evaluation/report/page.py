@@ -29,7 +29,7 @@ _HINT = Markup(
     "</p>"
 )
 POINTS = 2000
-"""Points of a line that the script has: more than are drawn, for zooming in."""
+"""Points per line in the script's data: more than are drawn, for zooming in."""
 
 
 def page(inputs: Inputs, rows: Sequence[Row]) -> str:
@@ -47,13 +47,13 @@ def page(inputs: Inputs, rows: Sequence[Row]) -> str:
 def headrace_page(
     *, title: str, heading: str, sections: Iterable[Markup], data: Markup = NOTHING, script: str = ""
 ) -> str:
-    """An HTML document in the look of a report.
+    """An HTML document with a report's style.
 
     Args:
-        title: shown by the browser after the project's name.
+        title: title that the browser shows after the project's name.
         heading: the page's first line.
         sections: contents, in this order.
-        data: an element that `script` reads.
+        data: an element with the data that `script` reads.
         script: JavaScript of the page.
     """
     body = html(
@@ -79,7 +79,7 @@ def _heading(inputs: Inputs) -> str:
 
 
 def _runs(inputs: Inputs) -> Markup:
-    """The sections of the runs: their curves, goodput, and a summary of each. Empty for a report of models alone."""
+    """The sections on runs: curves, goodput, and a summary of each run. Empty for a report with models only."""
     if not inputs.runs:
         return NOTHING
     curves = join((_group(group, alone=len(inputs.runs) == 1) for group in _groups(inputs)), between="\n")
@@ -95,7 +95,7 @@ def _runs(inputs: Inputs) -> Markup:
 
 
 def _group(group: CurveGroup, *, alone: bool) -> Markup:
-    """Legend, the loss chart in a wide and a narrow version of which the style sheet shows one, and small charts."""
+    """Legend, loss chart and small charts. The style sheet shows the wide or the narrow version of the loss chart."""
     loss = loss_chart(group)
     wide = _plot(loss, width=960, height=340, label=name_label)
     narrow = _plot(loss, width=360, height=280, variant="-narrow", label=value_label)
@@ -144,7 +144,7 @@ def code_text() -> str:
 
 
 def plot(chart: Chart, drawing: Markup, *, width: int, height: int, label: Label | None = None) -> Markup:
-    """A drawing with the numbers by which the script places values in it."""
+    """A drawing, with the numbers by which the script positions values in it."""
     area = ",".join(f"{value:g}" for value in plot_area(chart, width=width, height=height, label=label))
     return html('<div class="plot" data-chart="{}" data-area="{}">{}</div>', chart.name, area, drawing)
 
@@ -152,7 +152,7 @@ def plot(chart: Chart, drawing: Markup, *, width: int, height: int, label: Label
 def data_script(charts: Sequence[Chart]) -> Markup:
     """The numbers of all charts, as a JSON element of the page."""
     found = {chart.name: _chart(chart) for chart in charts}
-    # text of a script element is not unescaped: a tag within a name, which would end the element, is written for JSON
+    # text of a script element is not unescaped: "<" is written for JSON, as a tag within a name would end the element
     text = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return html('<script type="application/json" id="charts">{}</script>', Markup(text))
 

@@ -18,7 +18,7 @@ from pipeline.runtime.metrics.sinks import TASK, JournalRow
 
 Series = npt.NDArray[np.float64]
 _SHOWN = ("step", "tokens", "loss", "cross_entropy", "kl", "lr", "grad_norm", "tokens_per_second", "seconds")
-"""Metrics of steps that a report shows. As columns: rows of two million steps would take gigabytes."""
+"""Metrics of steps that a report shows. They are read as columns: rows of two million steps would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class RunRecord:
     Attributes:
         name: name in the report.
         path: directory of the run.
-        manifest: manifest of kind `run`, whose config has the keys of this version.
+        manifest: manifest of kind `run`; its config has the keys of this version.
         columns: metric of a step -> float64 [steps], at least one; NaN where a row lacks it.
         evaluations: journal rows of held-out evaluations.
-        events: the other rows: started, resumed, checkpoint.
+        events: all other journal rows: started, resumed, checkpoint.
         tasks: name of a task -> its journal rows.
     """
 
@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def loss_key(self) -> str:
-        """The metric comparable with held-out loss: the loss, or of a distilled run its cross-entropy term."""
+        """The metric comparable with held-out loss: the loss, or for a distilled run its cross-entropy term."""
         return "cross_entropy" if self.has("cross_entropy") else "loss"
 
     @property
@@ -72,11 +72,11 @@ class RunRecord:
         return int(self.columns["step"].size)
 
     def evaluated(self) -> tuple[Series, Series]:
-        """Held-out evaluations as (tokens trained on until then, loss in nats per token), float64 [evaluations]."""
+        """Held-out evaluations as (tokens trained on before, loss in nats per token), float64 [evaluations]."""
         return self._figure(self.evaluations, "loss")
 
     def task_figure(self, task: str, name: str) -> tuple[Series, Series]:
-        """A figure of a task as (tokens trained on until then, value), float64 [evaluations with it]."""
+        """A figure of a task as (tokens trained on before, value), float64 [evaluations with the figure]."""
         return self._figure([row for row in self.tasks.get(task, ()) if name in row], name)
 
     def _figure(self, rows: Sequence[JournalRow], name: str) -> tuple[Series, Series]:
@@ -88,7 +88,7 @@ def read_run(name: str, path: Path) -> RunRecord:
     """Reads a run's directory.
 
     Raises:
-        DataError: no such directory, no manifest, no journal, a damaged one, or no finished step in it.
+        DataError: no such directory; manifest or journal missing or damaged; or no finished step.
     """
     if (path / NAME).is_file() and not (path / MANIFEST).is_file():
         raise DataError(f"{path} has no {MANIFEST} yet: it is written with the first checkpoint\n  try: again then")
@@ -106,14 +106,14 @@ def read_run(name: str, path: Path) -> RunRecord:
 
 
 def _read(path: Path) -> tuple[dict[str, Series], list[JournalRow]]:
-    """The columns of the steps, and the other rows."""
+    """Reads the columns of the steps, and the other rows."""
     columns, rows = {key: array("d") for key in _SHOWN}, []
     for row in iterate_rows(path):
         if row["kind"] != "step":
             rows.append(row)
             continue
         try:
-            # what charts and summary need: a damaged row is reported here instead of as a traceback later
+            # charts and summary need these: a damaged row is reported here instead of as a traceback later
             _ = row["tokens"] + 0, row["loss"] + 0.0
         except (KeyError, TypeError) as error:
             why = f"{path / NAME} is damaged: {error!r}"

@@ -1,4 +1,4 @@
-"""The scope of a comparison: the tokens, devices and machine that it was measured on. No torch."""
+"""The scope of a comparison: its tokens, devices and machine. No torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def scope(rows: Sequence[Row], data: HeldOutData) -> str:
 
 
 def where(rows: Sequence[Row]) -> str:
-    """Device and dtype of the loss, e.g. "cpu, float32"; all of them if models differ."""
+    """Device and dtype of the loss, e.g. "cpu, float32"; every pair if models differ."""
     found = (", ".join(filter(None, (row.device, row.dtype))) for row in rows if row.device)
     return " / ".join(dict.fromkeys(found))
 
 
 def hardware(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """The machine that the models were measured on, as pairs of term and text."""
+    """The machine on which the models were measured, as pairs of term and text."""
     yield "processor", _processor()
     threads = " / ".join(dict.fromkeys(f"{row.threads}" for row in rows if row.threads))
     yield "threads", f"{threads} of {os.cpu_count()} for generation and KL" if threads else f"{os.cpu_count()}"

@@ -10,11 +10,11 @@ POINTS = 600
 """Maximum number of points of a line: about two per three pixels of the widest chart."""
 
 SMOOTHED_SHARE, SMOOTHED_STEPS = 0.02, 301
-"""The smoothed line is a mean over this share of a run's steps, and over so many at most: 301 steps leave 6 % of the
-noise (1 / sqrt(301)), and more would only blur the initial drop of the loss."""
+"""Share of a run's steps over which the smoothed line is a mean, and the most steps: 301 steps leave 6 % of the noise
+(1 / sqrt(301)), and more would only blur the initial drop of the loss."""
 
 SETTLED_SHARE = 0.02
-"""Share of a run, at its start, whose values may be above the chart: a loss of ln V would flatten all that follows."""
+"""Share of a run, at its start, whose values may lie above the chart: a loss of ln V would flatten later values."""
 
 
 def smoothing_window(steps: int) -> int:
@@ -42,7 +42,7 @@ def thin(values: Series, *, points: int = POINTS) -> Series:
 
 
 def settled(values: Series) -> Series:
-    """The values after the first `SETTLED_SHARE` of a run, finite ones only; all of a short run."""
+    """The finite values after the first `SETTLED_SHARE` of a run; all values of a short run."""
     rest = values[int(values.size * SETTLED_SHARE) :]
     return rest[np.isfinite(rest)]
 

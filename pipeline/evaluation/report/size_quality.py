@@ -50,15 +50,15 @@ def _drawn(picture: Picture, *, width: int, height: int, name: str) -> Markup:
         figure.patch.set_visible(False)
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
-        room = 1.25 if width > 600 else 1.6  # for the labels
+        room = 1.25 if width > 600 else 1.6  # labels need room
         draw(axes, picture, Look(svg.SERIES[0], svg.TEXT, svg.TEXT, svg.GROUND), room=room)
-        axes.set_ylabel("")  # it is above the figure
+        axes.set_ylabel("")  # the label is above the figure
         axes.tick_params(length=0, which="both", pad=6)
         return svg.inline(figure, name=name, label=f"Size and quality: weights on disk against {picture.axis}")
 
 
 def sensitivity_figures(rows: Sequence[Row]) -> Iterator[Markup]:
-    """A bar chart of each model whose manifest has the KL that quantizing one layer alone causes."""
+    """A bar chart for each model whose manifest has the KL that quantizing one layer alone causes."""
     seen = set()
     for row in rows:
         if row.path not in seen:

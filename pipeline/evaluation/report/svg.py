@@ -1,7 +1,7 @@
 """Converts matplotlib's SVG output to inline SVG with the page's colors and fonts.
 
-matplotlib needs fixed colors, and the page's colors follow the light or dark mode. So charts are drawn in placeholder
-colors, one per role, which are replaced here by the CSS custom properties of page.css.
+matplotlib needs fixed colors, and the page's colors follow the light or dark mode. So charts are drawn in one
+placeholder color per role, which this module replaces by the CSS custom properties of page.css.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SETTINGS = {
     "xtick.labelcolor": TEXT,
     "ytick.labelcolor": TEXT,
     "grid.color": GRID,
-    "path.simplify": False,  # lines are downsampled before, by means, which simplification would change
+    "path.simplify": False,  # lines are averaged into fewer points before; simplification would change them
 }
 
 

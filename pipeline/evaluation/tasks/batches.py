@@ -1,4 +1,4 @@
-"""The micro-batches of a ranked task's forward passes: context and continuation of a request in each row."""
+"""The micro-batches of a ranked task's forward passes: each row is a request's context and continuation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Chunks = Callable[[int], Sequence[range]]
 
 @dataclass(frozen=True)
 class RequestBatch(MicroBatch):
-    """A micro-batch of requests, padded on the right, where causal attention does not look.
+    """A micro-batch of requests, padded on the right: causal attention does not see the padding.
 
     Attributes:
         requests: number of the request that each position belongs to, int64 [B, T].
@@ -27,7 +27,7 @@ class RequestBatch(MicroBatch):
     requests: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """See `MicroBatch.to`."""
+        """Moves the batch to a device (`MicroBatch.to`)."""
         moved = (getattr(self, field.name) for field in fields(self))
         return RequestBatch(*(each if each is None else each.to(device, non_blocking=True) for each in moved))  # type: ignore[arg-type]
 
@@ -45,8 +45,8 @@ def request_batches(
         task: the requests.
         passes: passes that `passes.forward_passes` returns.
         dp_rank: data-parallel rank of this process.
-        chunks: returns the positions that this rank has of a sequence of a length (`topology.sequence_chunks`): all of
-            them without context parallelism.
+        chunks: function that returns this rank's positions of a sequence, given its length
+            (`topology.sequence_chunks`): all positions without context parallelism.
     """
     for each in passes:
         ids = np.zeros((each.rows, each.length), dtype=np.int64)
@@ -59,5 +59,5 @@ def request_batches(
         kept = np.concatenate([np.arange(part.start, part.stop) for part in chunks(each.length)])
         made = (ids[:, kept], labels[:, kept], np.tile(kept, (each.rows, 1)), numbers[:, kept])
         own_ids, own_labels, positions, own_numbers = map(torch.from_numpy, made)
-        # a decoder knows the positions of a whole sequence by itself, and this pass may be shorter
+        # a decoder's own positions are those of a full-length sequence; this pass may be shorter
         yield RequestBatch(own_ids, own_labels, positions, requests=own_numbers)

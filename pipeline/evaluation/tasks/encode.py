@@ -1,9 +1,9 @@
 """Tasks as token ids: the continuations to score, the prompts to continue, and their lengths. No torch.
 
-Context and continuation are encoded together and split where the context alone ends; white space at the end of a
-context belongs to the continuation; an empty context is the begin-of-text token, or end-of-text where there is none;
-what is longer than the sequence length loses tokens on the left. This is what lm-evaluation-harness does, so that
-log-likelihoods can be compared request by request.
+Context and continuation are encoded together and split where the context alone ends. White space at the end of a
+context belongs to the continuation. An empty context is the begin-of-text token, or end-of-text if there is none. Too
+long requests lose tokens on the left. lm-evaluation-harness does the same: log-likelihoods can be compared request by
+request.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pipeline.evaluation.tasks.rows import GeneratedQuestion, Question, RankedQu
 from pipeline.models.tokenizer_files import check_tokenizer_folder, load_tokenizer
 
 Ids = npt.NDArray[np.int32]
-"""Token ids, small ones: MMLU after five examples is 56,168 requests of some 700 tokens."""
+"""Token ids in 32 bits, to save memory: MMLU after five examples is 56,168 requests of some 700 tokens."""
 _TOGETHER = 256
-"""Texts that are encoded at a time: what a tokenizer returns takes 100 times the memory of the ids."""
+"""Number of texts encoded at a time: a tokenizer's result takes 100 times the memory of the ids."""
 I64 = npt.NDArray[np.int64]
 
 
@@ -36,11 +36,11 @@ class EncodedTask:
 
     Attributes:
         section: config section of the task.
-        questions: questions that were drawn.
-        ids: token ids of each request, context and continuation, int32; of each prompt for a generated task.
+        questions: the sampled questions.
+        ids: token ids, int32: context and continuation of each request, or each prompt of a generated task.
         targets: number of tokens of each continuation, int64 [requests]; 0 for a generated task.
         truncated: number of requests that lost tokens of their context.
-        tokenizer: decodes continuations.
+        tokenizer: tokenizer that decodes continuations.
     """
 
     section: TaskSection
@@ -57,12 +57,12 @@ class EncodedTask:
 
     @property
     def generated(self) -> bool:
-        """Whether its prompts are continued."""
+        """Whether the task's prompts are continued."""
         return isinstance(self.questions[0], GeneratedQuestion)
 
     @property
     def lengths(self) -> I64:
-        """Positions of each request in a forward pass: a prompt with its continuation, else all tokens but one."""
+        """Positions of each request in a forward pass: prompt with continuation; ranked, all tokens but one."""
         more = self.section.new_tokens if self.generated else -1
         return np.array([len(each) + more for each in self.ids], dtype=np.int64)
 
@@ -100,7 +100,7 @@ def _all_questions(section: TaskSection, field: str) -> Sequence[Question]:
 
 
 def _drawn(section: TaskSection, questions: Sequence[Question]) -> list[Question]:
-    """`samples` questions in random order; all questions, in file order, where neither number limits them."""
+    """`samples` questions in random order; all questions, in file order, if neither number limits them."""
     if section.samples is None and section.max_tokens is None:
         return list(questions)
     count = min(section.samples or len(questions), len(questions))
@@ -139,7 +139,7 @@ def _requests_of(question: Question) -> int:
 
 
 def _within(most: int | None, questions: Sequence[Question], ids: Sequence[Ids]) -> int:
-    """Number of first questions that together have no more than `most` tokens; at least one, all where it is None."""
+    """Number of first questions that together have at most `most` tokens; at least one, all if `most` is None."""
     if most is None:
         return len(questions)
     ends = np.cumsum([_requests_of(each) for each in questions])
@@ -154,7 +154,7 @@ def _prompts(questions: Sequence[Question], tokenizer: Any) -> list[Ids]:
 def _requests(questions: Sequence[Question], tokenizer: Any) -> tuple[list[Ids], list[int]]:
     """Ids of each request, and the number of ids in its continuation."""
     pairs = [_split(*each) for one in questions if isinstance(one, RankedQuestion) for each in one.choices]
-    contexts = sorted({context for context, _ in pairs if context})  # of many choices, encoded once
+    contexts = sorted({context for context, _ in pairs if context})  # choices share contexts: encoded once
     begun = dict(zip(contexts, map(len, _tokens(tokenizer, contexts)), strict=True))
     whole = _tokens(tokenizer, [context + continuation for context, continuation in pairs if context])
     alone = [continuation for context, continuation in pairs if not context]
@@ -171,13 +171,13 @@ def _requests(questions: Sequence[Question], tokenizer: Any) -> tuple[list[Ids],
 
 
 def _split(context: str, continuation: str) -> tuple[str, str]:
-    """Context and continuation, to which the white space at the end of the context is moved."""
+    """Moves the white space at the end of the context to the continuation; returns both."""
     kept = context.rstrip()
     return kept, context[len(kept) :] + continuation
 
 
 def _tokens(tokenizer: Any, texts: list[str], **how: Any) -> list[Ids]:
-    """Ids of each text, with the special tokens that the tokenizer adds, but for a second begin-of-text."""
+    """Ids of each text, with the tokenizer's special tokens, but without a second begin-of-text."""
     if not texts:
         return []
     begin = tokenizer.bos_token
@@ -193,7 +193,7 @@ def _tokens(tokenizer: Any, texts: list[str], **how: Any) -> list[Ids]:
 
 
 def _after_begin(ids: Ids, tokenizer: Any) -> Ids:
-    """A continuation without a context, after the begin-of-text token, or the end-of-text token where there is none."""
+    """A continuation without context, after the begin-of-text token or, if there is none, the end-of-text token."""
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         why = "a task has an empty context, and the tokenizer has neither a begin-of-text nor an end-of-text token"

@@ -1,10 +1,10 @@
 """Figures of a task: accuracy, accuracy normalized by length, bits per byte, exact match. No torch.
 
 - accuracy: share of questions whose right choice has the highest log-likelihood (lm-evaluation-harness: acc);
-- accuracy_per_character: the same of log-likelihood / characters of the choice, without one leading space (acc_norm);
-- accuracy_per_token: the same of log-likelihood / tokens of the choice;
-- bits_per_byte: -log2 p(right choice | context) / UTF-8 bytes of the choice, mean over questions; it is defined for a
-  single reference answer, too, and falls steadily where accuracies are still at chance;
+- accuracy_per_character: the same with log-likelihood / characters of the choice, without one leading space (acc_norm);
+- accuracy_per_token: the same with log-likelihood / tokens of the choice;
+- bits_per_byte: -log2 p(right choice | context) / UTF-8 bytes of the choice, mean over questions; it is also defined
+  for a single reference answer, and falls steadily where accuracies are still at chance;
 - exact_match: share of prompts whose continuation is right by the task's rule.
 
 Shares have their 95 % interval by Wilson 1927 ("Probable inference, the law of succession, and statistical inference"),
@@ -26,7 +26,7 @@ from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion
 
 F64 = npt.NDArray[np.float64]
 Z95: Final = 1.959963984540054
-"""Two-sided 95 % of the normal distribution."""
+"""Quantile of the normal distribution for a two-sided 95 % interval."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -90,7 +90,7 @@ def _is_number(text: str, answer: str) -> bool:
 
 
 def _gsm8k(pattern: re.Pattern[str], which: int) -> Callable[[str, str], bool]:
-    """A filter of lm-evaluation-harness's task gsm8k (version 3) and its exact_match."""
+    """Makes a filter of lm-evaluation-harness's task gsm8k (version 3) and its exact_match."""
 
     def rule(text: str, answer: str) -> bool:
         found = [match[0].strip() for match in pattern.finditer(text)]
@@ -110,7 +110,7 @@ MATCHES: Final[dict[str, Callable[[str, str], bool]]] = {
     "gsm8k_strict": _gsm8k(re.compile(r"(?<=#### )-?[0-9.,]+"), 0),
     "gsm8k_flexible": _gsm8k(re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+"), -1),
 }
-"""Rule -> whether a continuation is an answer."""
+"""Rule -> function that tells whether a continuation matches an answer."""
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
@@ -118,7 +118,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     share, z2 = successes / trials, Z95**2 / trials
     centre, half = share + z2 / 2, Z95 * math.sqrt((share * (1 - share) + z2 / 4) / trials)
     low, high = (centre - half) / (1 + z2), (centre + half) / (1 + z2)
-    return low if successes else 0.0, high if successes < trials else 1.0  # without the rounding of these two
+    return low if successes else 0.0, high if successes < trials else 1.0  # exact at 0 and 1, without rounding
 
 
 def _share(name: str, right: Sequence[bool]) -> dict[str, float]:

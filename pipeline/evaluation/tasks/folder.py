@@ -1,4 +1,4 @@
-"""Scores tasks with a model folder, by transformers in one process: the figures that a run has from its engine."""
+"""Scores tasks on a model folder, by transformers in one process: gives the figures of a run's engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def request_nats(
 
 @torch.inference_mode()
 def continued(model: Any, task: EncodedTask, *, progress: Show = lambda _done, _all: None) -> npt.NDArray[np.int64]:
-    """Continuations of every prompt, likeliest token by token, int64 [prompts, new tokens]; filled up after an end."""
+    """Greedy continuations of every prompt, int64 [prompts, new tokens]; filled up after an end."""
     from transformers import GenerationConfig  # noqa: PLC0415  for prompts only
 
     end, new = task.tokenizer.eos_token_id, task.section.new_tokens

@@ -1,7 +1,7 @@
-"""Assigns requests to forward passes: sorted by length, so that little is padding. No torch.
+"""Assigns requests to forward passes, sorted by length to save padding. No torch.
 
-A pass has as many tokens as a micro-batch of training at most, so that it fits where training does. Every data-parallel
-rank has a pass of the same shape, and as many of them: collectives meet.
+A pass has at most as many tokens as a micro-batch of training: it fits where training does. All data-parallel ranks
+have equally many passes of equal shapes, because collectives need all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _GRAIN = 16
-"""Lengths are rounded up to about this many positions: few shapes, which kernels divide."""
+"""Lengths are rounded up to about this many positions: few shapes, with sizes that kernels divide."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class PassShape:
     """The size of forward passes.
 
     Attributes:
-        dp: data-parallel ranks.
-        rows: sequences of a micro-batch.
-        length: positions of a sequence of the config.
+        dp: number of data-parallel ranks.
+        rows: sequences in a micro-batch.
+        length: positions of a sequence, from the config.
         multiple: number that divides the positions of a pass, for tensor and context parallelism.
         fixed: whether every pass has the shape of a micro-batch.
     """
@@ -55,12 +55,12 @@ class PassShape:
         return self.length if self.fixed else min(self.length, -(-length // grain) * grain)
 
     def rows_of(self, length: int) -> int:
-        """Sequences of a pass of so many positions."""
+        """Number of sequences in a pass whose sequences have `length` positions."""
         return self.rows if self.fixed else max(1, self.rows * self.length // length)
 
 
 def forward_passes(lengths: npt.NDArray[np.int64], shape: PassShape) -> list[ForwardPass]:
-    """The passes of requests, the longest first, so that one too large for memory fails at once.
+    """The passes of all requests, the longest first: one too large for memory fails at once.
 
     Args:
         lengths: int64 [requests], positions of each, at most `shape.length`.

@@ -1,12 +1,12 @@
 """Questions of a task, and their file: JSON lines, one question each. No torch.
 
-A line of a ranked task has a context, its choices and the number of the right one, from 0; what is scored is context +
-choice as they are written, so that a choice begins with the space that the text has there:
+A line of a ranked task has a context, its choices and the number of the right choice, from 0. The scored text is
+context + choice, joined unchanged: a choice begins with the space that the text has there.
 
     {"context": "The mill stands by the", "choices": [" race", " road"], "answer": 0}
 
-`context` may be a list with one for each choice. One choice alone has no accuracy, but bits per byte. A line of a
-generated task has a prompt, and the answers of which any is right:
+`context` may be a list with one context per choice. A single choice has no accuracy, only bits per byte. A line of a
+generated task has a prompt and its answers, any of which is right:
 
     {"prompt": "Q: 2 + 2?\nA:", "answers": ["4", "four"]}
 """
@@ -28,7 +28,7 @@ class RankedQuestion:
 
     Attributes:
         choices: (context, continuation) of each choice.
-        answer: number of the right one, from 0.
+        answer: number of the right choice, from 0.
     """
 
     choices: tuple[tuple[str, str], ...]
@@ -52,10 +52,10 @@ Question = RankedQuestion | GeneratedQuestion
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a file, all of one kind.
+    """Reads the questions of a file, all of one kind.
 
     Raises:
-        DataError: the file cannot be read, has no question, or has an invalid line, whose number is named.
+        DataError: the file cannot be read, has no question, or has an invalid line; the message has its number.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,7 @@
 """README.md of a model or a run, as the Hugging Face Hub shows it: front matter, lineage, figures, how to load it.
 
-A model's card is written into the staging directory before `commit`, so that the manifest lists its checksum; so is the
-summary of the training content, where facts are given. No torch.
+A model's card is written into the staging directory before `commit`, so that the manifest lists its checksum. If facts
+are given, so is the training content summary. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_card(folder: Path, details: Mapping[str, Any]) -> dict[str, str]:
             `data`, `consumers`, `quantization`, `tokenizer`).
 
     Returns:
-        SHA-256 of each weight file, for `commit`, so that they need not be read again.
+        SHA-256 of each weight file, so that `commit` need not read the files again.
     """
     checksums = {file.name: sha256_of_file(file) for file in weight_files(folder)}
     facts, gaps = facts_of(details), Gaps()
@@ -47,14 +47,14 @@ def write_card(folder: Path, details: Mapping[str, Any]) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model folder that hold weights, by name."""
+    """Returns the files of a model folder that hold weights, by name."""
     return sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 
 def model_card(
     folder: Path, details: Mapping[str, Any], facts: CardFacts, gaps: Gaps, checksums: Mapping[str, str]
 ) -> str:
-    """The card of a model as Markdown.
+    """Makes the card of a model as Markdown.
 
     Args:
         folder: folder with weights, config.json and tokenizer, or with model.gguf.
@@ -81,7 +81,7 @@ def model_card(
 
 
 def run_card(details: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
-    """The card of a run as Markdown: its lineage and its newest held-out figures.
+    """Makes the card of a run as Markdown: its lineage and its newest held-out figures.
 
     Args:
         details: `lineage`, `model_type`, `step`, and `heldout` and `tasks`, if the run was evaluated.
@@ -106,9 +106,9 @@ def commit_with_card(
     details: Mapping[str, Any],
     replace: bool = False,
 ) -> Manifest:
-    """Writes the card of a model directory, and commits it; see `foundation.directory.commit`.
+    """Writes the card of a model directory, and commits the directory; see `foundation.directory.commit`.
 
-    config.json of a folder that had code of its own stops naming files that are not here.
+    In a folder that had its own code, config.json no longer names the missing code files.
     """
     drop_remote_code(staging)
     known = write_card(staging, details)
@@ -117,7 +117,7 @@ def commit_with_card(
 
 
 def scheme_of(details: Mapping[str, Any]) -> str:
-    """The scheme of the weights, as users write it: W4A16, Q8_0; the dtype without quantization."""
+    """Returns the scheme of the weights, as users write it: W4A16, Q8_0; the dtype without quantization."""
     quantization = details.get("quantization") or {}
     return str(quantization.get("scheme") or quantization.get("weights") or details.get("dtype") or "unknown")
 
@@ -158,7 +158,7 @@ def _step_names(details: Mapping[str, Any]) -> list[str]:
 
 
 def _measured(details: Mapping[str, Any]) -> Iterator[str]:
-    """Held-out figures before and after a compression."""
+    """Yields held-out figures before and after a compression."""
     before, after = details.get("before") or {}, details.get("after") or {}
     rows = [
         ("weights, MB", "weight_bytes", lambda value: f"{value / 1e6:,.2f}"),
@@ -182,7 +182,7 @@ def _measured(details: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _heldout(details: Mapping[str, Any]) -> Iterator[str]:
-    """Held-out loss during the training, where it was measured at this step."""
+    """Yields held-out loss during training, if it was measured at this step."""
     found = details.get("heldout")
     if found:
         yield "## Held-out figures\n"
@@ -190,7 +190,7 @@ def _heldout(details: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tasks(details: Mapping[str, Any]) -> Iterator[str]:
-    """Figures of tasks during the training, where they were measured at this step."""
+    """Figures of tasks during training, if they were measured at this step."""
     tasks: Mapping[str, Any] = details.get("tasks") or {}
     if not tasks:
         return
@@ -205,7 +205,7 @@ def _tasks(details: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _consumers(details: Mapping[str, Any]) -> Iterator[str]:
-    """Figures of each program that serves the model, against the original in floating point."""
+    """Figures of each program that serves the model, compared with the floating-point original."""
     consumers: Mapping[str, Any] = details.get("consumers") or {}
     if not consumers:
         return

@@ -37,7 +37,7 @@ _CONTEXT: JsonLd = {
     "examples": {"@id": "cr:examples", "@type": "@json"},
     **{term: f"cr:{term}" for term in _TERMS.split()},
 }
-"""The context that the specification gives."""
+"""JSON-LD context, as in the specification."""
 _FORMATS = {".json": "application/json", ".jsonl": "application/jsonlines", ".jinja": "text/plain"}
 _SIZES = {"documents": "documents", "tokens": "tokens", "bytes": "bytes of UTF-8"}
 _INPUTS = "sources.jsonl"
@@ -50,7 +50,7 @@ _INPUT_FIELDS = {
 
 
 def croissant(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> JsonLd:
-    """The metadata, as a JSON object for a file beside the manifest.
+    """Makes the metadata as a JSON object, for a file beside the manifest.
 
     Args:
         manifest: manifest of the tokens directory.
@@ -116,7 +116,7 @@ def _record_sets(manifest: Manifest) -> list[JsonLd]:
 
 
 def _inline(name: str, text: str, rows: list[JsonLd], *, key: list[str]) -> JsonLd:
-    """A record set whose records are in the metadata itself."""
+    """Makes a record set whose records are in the metadata itself."""
     fields = [
         _field(f"{name}/{column}", "sc:Integer" if column in _SIZES else "sc:Text", _SIZES.get(column, column))
         for column in rows[0]

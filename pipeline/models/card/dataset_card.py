@@ -28,7 +28,7 @@ _LARGEST_UINT16 = 65_500
 
 
 def dataset_card(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> str:
-    """The card as Markdown.
+    """Makes the card as Markdown.
 
     Args:
         manifest: manifest of the tokens directory.
@@ -42,13 +42,13 @@ def dataset_card(manifest: Manifest, facts: CardFacts, gaps: Gaps) -> str:
 
 
 def title_of(manifest: Manifest, facts: CardFacts) -> str:
-    """The name of the dataset: as a person has stated it, else its kind and size."""
+    """Returns the name of the dataset that a person has stated, or else its kind and size."""
     tokens = sum(split["tokens"] for split in manifest.details["splits"].values())
     return facts.name or f"Text corpus, {tokens:,} tokens"
 
 
 def summary_of(manifest: Manifest, facts: CardFacts) -> str:
-    """A paragraph on the dataset."""
+    """Describes the dataset in a paragraph."""
     tokenizer = tokenizer_of(manifest)
     made = f"{tokenizer['kind']} tokenizer with {tokenizer['vocab_size']:,} ids" if tokenizer else "a tokenizer"
     text = f"Token files of text for language models, made with Headrace's data prep: {made}."

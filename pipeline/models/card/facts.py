@@ -1,7 +1,7 @@
-"""Facts that only a person knows of a model or a dataset (license, provider, ...), and the gaps where they are missing.
+"""Facts that only a person knows about a model or dataset (license, provider, ...), and gaps for missing facts.
 
-A file of facts is JSON or YAML, read as config files are: `headrace card --facts FILE`, `headrace export --facts FILE`.
-An export records its facts in the manifest, `details["facts"]`; pruning and quantization hand them on. No torch.
+A file of facts is JSON or YAML and is read like a config file: `headrace card --facts FILE`, `headrace export --facts
+FILE`. An export records the facts in the manifest, `details["facts"]`; pruning and quantization copy them. No torch.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class CardFacts(Section):
 
 
 class Gaps:
-    """Facts that a paper lacks, in the order in which it needs them.
+    """Facts that are missing in a paper, in the order of the paper.
 
     Attributes:
         missing: key of a missing fact -> its meaning.
@@ -171,17 +171,17 @@ class Gaps:
         self.missing: dict[str, str] = {}
 
     def mark(self, key: str, meaning: str | None = None) -> str:
-        """Notes a gap, and returns the text that is visible in its place.
+        """Records a gap, and returns the text to show in its place.
 
         Args:
             key: dotted key of `CardFacts`, e.g. `provider.name`.
-            meaning: meaning of the key, in words; that of the schema when None.
+            meaning: meaning of the key, in words; None for the schema's.
         """
         self.missing.setdefault(key, meaning or _description(key))
         return f"**[GAP: {key}]**"
 
     def fill(self, key: str, value: str | None) -> str:
-        """The value, or the mark of a gap."""
+        """Returns the value, or the mark of a gap."""
         return value or self.mark(key)
 
 
@@ -189,7 +189,7 @@ def load_facts(path: str | Path) -> CardFacts:
     """Reads a file of facts.
 
     Raises:
-        ConfigError: no such file, an unknown key, a wrong value, or a list of domains that cannot be read.
+        ConfigError: the file is missing, a key is unknown, a value is wrong, or a list of domains cannot be read.
     """
     facts = parse(CardFacts, configfile.load(path))
     if facts.crawl.domains is None:
@@ -200,14 +200,14 @@ def load_facts(path: str | Path) -> CardFacts:
 
 
 def facts_of(details: Mapping[str, Any]) -> CardFacts:
-    """The facts in a manifest's details; all unset where there are none."""
+    """Returns the facts in a manifest's details; all unset if there are none."""
     return parse(CardFacts, details.get(KEY) or {}, at=KEY)
 
 
 def recorded_facts(model: Path) -> dict[str, Any]:
-    """The facts of a model that a step which reads it records in its own details: {"facts": ...}, or {}.
+    """Returns a model's facts for the details of a step that reads the model: {"facts": ...}, or {}.
 
-    Facts of one model alone, such as its date, are dropped; a model with a published name becomes the base model.
+    Facts of one model alone, e.g. its date, are dropped; a model with a published name becomes the base model.
     """
     if not (model / MANIFEST).is_file():
         return {}
@@ -219,10 +219,10 @@ def recorded_facts(model: Path) -> dict[str, Any]:
 
 
 def read_domains(path: str | Path) -> dict[str, int]:
-    """Domain -> bytes of text, from a file with both on each line, separated by white space.
+    """Reads domain -> bytes of text from a file with both on each line, separated by white space.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is something else.
+        ConfigError: the file cannot be read, or a line has another form.
     """
     field, sizes = "crawl.domains", dict[str, int]()
     try:
@@ -244,14 +244,14 @@ def read_domains(path: str | Path) -> dict[str, int]:
 
 
 def top_domains(sizes: Mapping[str, int], *, sme: bool) -> ListedDomains:
-    """The domains that section 2.3 of the summary lists.
+    """Selects the domains that section 2.3 of the summary lists.
 
-    The template asks for the top 10 % of all domains by the size of their content; of small and medium-sized
-    enterprises for the top 5 %, or 1,000 domains, whichever is fewer.
+    The template asks for the top 10 % of all domains by the size of their content. Small and medium-sized enterprises
+    list the top 5 % or 1,000 domains, whichever is fewer.
 
     Args:
         sizes: domain -> bytes.
-        sme: whether the provider is such an enterprise.
+        sme: whether the provider is a small or medium-sized enterprise.
     """
     ordered = sorted(sizes, key=lambda domain: (-sizes[domain], domain))
     count = min(math.ceil(len(ordered) * 0.05), _SME_DOMAINS) if sme else math.ceil(len(ordered) * 0.1)
@@ -261,10 +261,10 @@ def top_domains(sizes: Mapping[str, int], *, sme: bool) -> ListedDomains:
 
 
 def known_sources(facts: CardFacts, names: Iterable[str]) -> None:
-    """Checks that every source in the facts is one of the lineage.
+    """Checks that every source in the facts is in the lineage.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a source is not.
     """
     known = list(names)
     for number, source in enumerate(facts.sources):

@@ -21,12 +21,12 @@ _LARGE_SIZES = ((1e8, "10M<n<100M"), (1e9, "100M<n<1B"), (1e10, "1B<n<10B"), (1e
 
 
 def as_text(about: Mapping[str, Any]) -> str:
-    """Front matter with its fences."""
+    """Formats front matter, with its fences."""
     return f"---\n{yaml.safe_dump(dict(about), sort_keys=False, allow_unicode=True)}---\n"
 
 
 def front_matter_of(text: str) -> FrontMatter:
-    """The YAML in front of a card, parsed."""
+    """Parses the YAML in front of a card."""
     parsed: FrontMatter = yaml.safe_load(text.split("---\n", 2)[1])
     return parsed
 
@@ -34,15 +34,15 @@ def front_matter_of(text: str) -> FrontMatter:
 def of_model(
     details: Mapping[str, Any], facts: CardFacts, gaps: Gaps, *, library: str | None, tags: Sequence[str], title: str
 ) -> FrontMatter:
-    """The Hub's metadata of a model: license, language, library, task, tags, data, and figures as a `model-index`.
+    """Makes the Hub's metadata of a model: license, language, library, task, tags, data, figures as a `model-index`.
 
     Args:
         details: details of the model's manifest; held-out figures in `after`, or `heldout`.
         facts: facts that a person has stated.
         gaps: collector of missing facts that the Hub asks for.
-        library: library that loads the model, as the Hub names it; None where none does.
-        tags: tags besides those of the facts.
-        title: title of the card, which names the model where the facts do not.
+        library: library that loads the model, as the Hub names it, or None.
+        tags: tags besides those in the facts.
+        title: title of the card, used as the model's name if the facts have none.
     """
     lineage = details[KEY]
     about = _stated(facts, gaps, languages(facts, lineage["corpora"]))
@@ -68,7 +68,7 @@ def of_dataset(
     known_languages: Sequence[str],
     sources: Iterable[Mapping[str, Any]],
 ) -> FrontMatter:
-    """The Hub's metadata of a tokens directory.
+    """Makes the Hub's metadata of a tokens directory.
 
     Args:
         facts: facts that a person has stated.
@@ -82,18 +82,18 @@ def of_dataset(
     about |= {"task_categories": ["text-generation"], "size_categories": [_size_category(documents)]}
     if found := facts.datasets or list(hub_datasets([{"sources": list(sources)}])):
         about["source_datasets"] = found
-    # binary token files, which the Hub's viewer cannot show
+    # the Hub's viewer cannot show binary token files
     return about | {"tags": ["headrace", "megatron", *facts.tags], "viewer": False}
 
 
 def languages(facts: CardFacts, corpora: Iterable[Mapping[str, Any]]) -> list[str]:
-    """ISO 639 codes stated by a person, else the languages that every corpus's cleaning kept; [] if one is unknown."""
+    """ISO 639 codes that a person has stated, or else that cleaning kept; [] if a corpus has unknown languages."""
     kept = [corpus.get("languages") or [] for corpus in corpora]
     return facts.language or (sorted({code for codes in kept for code in codes}) if all(kept) else [])
 
 
 def hub_datasets(corpora: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The datasets of the Hugging Face Hub that data prep downloaded, each once."""
+    """Yields the datasets that data prep downloaded from the Hugging Face Hub, each once."""
     seen: set[str] = set()
     for source in (source for corpus in corpora for source in corpus.get("sources") or ()):
         found = _HUB_DATASET.fullmatch(source.get("hub") or "")
@@ -103,7 +103,7 @@ def hub_datasets(corpora: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _stated(facts: CardFacts, gaps: Gaps, known: list[str]) -> FrontMatter:
-    """License and languages, which the Hub asks of everything."""
+    """Returns the license and languages, which the Hub asks for on every card."""
     about: FrontMatter = {}
     if known:
         about["language"] = known
@@ -138,7 +138,7 @@ def _result(details: Mapping[str, Any], metrics: list[FrontMatter]) -> FrontMatt
 
 
 def _task_results(details: Mapping[str, Any]) -> Iterator[FrontMatter]:
-    """The figures of each task; `args` has the interval and the number of samples."""
+    """Yields the figures of each task; `args` has the interval and the number of samples."""
     for task, figures in (details.get("tasks") or {}).items():
         ends = {name: {end: figures.get(f"{name}_{end}") for end in ("low", "high")} for name in names_in(figures)}
         metrics = [

@@ -1,13 +1,13 @@
 """The lineage of a model: corpora, trainings, and every step of compression with its numbers. No torch.
 
-It is a JSON object in the manifest of each model, `details["lineage"]`, so that it does not depend on the folders that
-it tells of: a step appends itself to the lineage of the model that it read.
+It is a JSON object in the manifest of each model, `details["lineage"]`, so that it does not depend on earlier folders.
+Each step appends itself to the lineage of the model that it read.
 
     {"corpora": [{"fingerprint", "weight", "tokens", "cleaning", "deduplication", "languages",
                   "sources": [{"name", "documents", "bytes", "tokens", "hub"}], ...}],
      "steps": [{"step": "training", ...}, {"step": "quantization", ...}]}
 
-Paths and times are left out: a card is published, and equal bytes have an equal fingerprint wherever they were made.
+Paths and times are left out: a card is published, and equal bytes have equal fingerprints wherever they were made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SOURCE = re.compile(r"data\.sources\.(\d+)")
 
 
 def lineage_of(model: Path) -> Lineage:
-    """The lineage in a model's manifest; for a folder without a manifest, the step "given" alone.
+    """Reads the lineage in a model's manifest; for a folder without a manifest, only the step "given".
 
     Args:
         model: a Hugging Face folder or a directory with a GGUF file.
@@ -57,7 +57,7 @@ def with_step(lineage: Mapping[str, Any], step: str, numbers: Mapping[str, Any])
 
 
 def training_lineage(checkpoint: Manifest) -> Lineage:
-    """The lineage of a checkpoint: the model that its training began with, if any, and the training.
+    """Makes the lineage of a checkpoint: the model that training started from, if any, and the training.
 
     Args:
         checkpoint: manifest of a checkpoint of `headrace train` or `headrace distill`.
@@ -71,7 +71,7 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
 
 
 def _imported(checkpoint: Manifest) -> list[Ancestor]:
-    """The checkpoint of another trainer that the run goes on from: nothing is known of its data."""
+    """Returns the checkpoint of another trainer from which the run continues; its data is unknown."""
     found = checkpoint.details.get("imported")
     if found is None:
         return []
@@ -79,7 +79,7 @@ def _imported(checkpoint: Manifest) -> list[Ancestor]:
 
 
 def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:
-    """The lineage of a folder that a manifest names; its fingerprint alone where it is gone or has changed."""
+    """The lineage of a folder that a manifest names; only its fingerprint if the folder is gone or has changed."""
     if parent is None:
         return {"corpora": [], "steps": []}
     gone = {"corpora": [], "steps": [{"step": "given", "fingerprint": parent["fingerprint"]}]}
@@ -91,7 +91,7 @@ def _of_parent(parent: Mapping[str, Any] | None) -> Lineage:
 
 
 def _rebuilt(manifest: Manifest) -> Lineage:
-    """The lineage of a manifest from before lineages were recorded, as far as its parents are still there."""
+    """Rebuilds the lineage of a manifest from before lineages were recorded, as far as its parents still exist."""
     parents = manifest.parents
     if "quantization" in manifest.details:
         return with_step(_of_parent(parents.get("model")), "quantization", manifest.details["quantization"])
@@ -147,12 +147,12 @@ def _teacher(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
 
 
 def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[Ancestor]:
-    """Every dataset of a training, with its mixing weight and the sources that data prep took documents from."""
+    """Yields every dataset of a training, with its mixing weight and the sources of its documents."""
     sources = (config.get("data") or {}).get("sources") or []
     weights = _weights((checkpoint.details.get("curve") or {}).get("data") or {})
     for key, parent in checkpoint.parents.items():
         found = _SOURCE.fullmatch(key)
-        if found is None:  # as `data.sources.0.packing`, which is made of a source
+        if found is None:  # e.g. `data.sources.0.packing`, which is made from a source
             continue
         number = int(found[1])
         weight = weights[number] if number < len(weights) else None
@@ -162,7 +162,7 @@ def _corpora(checkpoint: Manifest, config: Mapping[str, Any]) -> Iterator[Ancest
 
 
 def _weights(mixture: Mapping[str, Any]) -> list[float]:
-    """The mixing weights of all sources; [] where budgets or a curriculum decide, for which there is no one number."""
+    """Returns the mixing weights of all sources; [] with budgets or a curriculum, where no single number exists."""
     given = mixture.get("weights") or []
     if mixture.get("schedule") or any(weight is None for weight in given):
         return []
@@ -181,12 +181,12 @@ def _dataset(parent: Mapping[str, Any], *, chosen: str | None) -> Ancestor:
 
 
 def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = None) -> Ancestor:
-    """Sizes, sources, cleaning and deduplication of a split, from the manifest of a tokens directory.
+    """Returns the sizes, sources, cleaning and deduplication of a split, from the manifest of a tokens directory.
 
     Args:
         tokens: manifest of the tokens directory.
         split: train or heldout.
-        chosen: the one source that was trained on; None for all.
+        chosen: the only source trained on; None for all sources.
     """
     about = tokens.details["splits"].get(split) or {}
     sources = [
@@ -207,13 +207,13 @@ def corpus_of(tokens: Manifest, *, split: str = "train", chosen: str | None = No
 
 
 def tokenizer_of(tokens: Manifest) -> Ancestor:
-    """Kind, vocabulary size and fingerprint of a corpus's tokenizer."""
+    """Returns the kind, vocabulary size and fingerprint of a corpus's tokenizer."""
     tokenizer = tokens.details.get("tokenizer") or {}
     return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint") if key in tokenizer}
 
 
 def _published(tokens: Manifest, name: str) -> Ancestor:
-    """The place of a source on the Hugging Face Hub, if data prep took it from there; other paths are not published."""
+    """Location of a source on the Hugging Face Hub, if data prep read it there; other paths are not published."""
     for source in tokens.config.get("sources") or []:
         paths = [source["path"]] if isinstance(source.get("path"), str) else source.get("path") or []
         builder = source.get("builder")

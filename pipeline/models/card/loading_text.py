@@ -31,13 +31,13 @@ llama-server -m FOLDER/model.gguf
 def how_to_load(
     folder: Path, *, scheme: str, consumers: Mapping[str, Any] | None, tokenizer: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """A section with a snippet for each program that takes the model, and why the others do not.
+    """Yields a section with a snippet for each program that can load the model, and the reason for each that cannot.
 
     Args:
         folder: model folder with config.json, or with model.gguf.
         scheme: scheme of the weights, or their dtype.
-        consumers: program -> its figures after a compression, or {"not_run": reason}; None where none was asked.
-        tokenizer: "llama_cpp" (llama.cpp's name of it, or None) and "why"; None where it is not known.
+        consumers: program -> its figures after a compression, or {"not_run": reason}; None if no program was tried.
+        tokenizer: "llama_cpp" (llama.cpp's name of the pre-tokenizer, or None) and "why"; None if unknown.
     """
     yield "## How to load it\n"
     yield "FOLDER is where this file lies.\n"
@@ -50,7 +50,7 @@ def how_to_load(
 
 
 def _needs(folder: Path) -> str:
-    """The package that transformers needs for a quantized folder, in a sentence; empty for others."""
+    """Names the package that transformers needs for a quantized folder, in a sentence; empty for other folders."""
     config = read_json(folder / "config.json")
     return "It needs `pip install compressed-tensors`." if config.get("quantization_config") else ""
 
@@ -67,7 +67,7 @@ def _vllm(consumers: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _conversion(scheme: str, tokenizer: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yields how to convert for llama.cpp, whose GGUF files are written from a folder in floating point."""
+    """Yields how to convert for llama.cpp; GGUF files are written from a floating-point folder."""
     yield "### llama.cpp\n"
     if tokenizer is not None and tokenizer.get("llama_cpp") is None:
         yield f"llama.cpp has no such tokenizer: {tokenizer.get('why')}.\n"

@@ -1,7 +1,7 @@
 """Software bill of materials of the Python environment: CycloneDX 1.6 as JSON, from `importlib.metadata`. No torch.
 
-Format: https://cyclonedx.org/docs/1.6/json/. Manifests record the version of Headrace and not those of its
-dependencies, so this is the environment of the process that writes it, and says so.
+Format: https://cyclonedx.org/docs/1.6/json/. Manifests record the version of Headrace, but not of its dependencies. The
+bill therefore lists the environment of the process that writes it, and states this.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LONGEST_LICENSE = 64
 
 
 def sbom(manifest: Manifest, *, name: str) -> BomPart:
-    """Every installed distribution with version, license and dependencies.
+    """Lists every installed distribution with version, license and dependencies.
 
     Args:
-        manifest: manifest of the directory that the bill is for.
+        manifest: manifest of the directory that the bill describes.
         name: name of the model or dataset.
     """
     found = _installed()
@@ -68,7 +68,7 @@ def sbom(manifest: Manifest, *, name: str) -> BomPart:
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as package indices compare it (PEP 503)."""
+    """Normalizes a distribution's name as package indices do (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -83,7 +83,7 @@ def _properties(manifest: Manifest) -> list[dict[str, str]]:
 
 
 def _installed() -> dict[str, Distribution]:
-    """Normalized name -> distribution; of two with the same name, the one that an import finds."""
+    """Maps normalized name to distribution; if two have the same name, the one that an import finds."""
     found: dict[str, Distribution] = {}
     for each in distributions():
         if each.metadata["Name"]:
@@ -103,7 +103,7 @@ def _component(of: Distribution) -> BomPart:
 
 
 def _licenses(metadata: Any) -> list[BomPart]:
-    """The package's license: an SPDX expression (PEP 639), else the names in its classifiers or its field License."""
+    """The package's license: an SPDX expression (PEP 639), or else the names in its classifiers or field License."""
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]
     classified = [
@@ -123,7 +123,7 @@ def _required(of: Distribution) -> Iterator[str]:
     for text in of.requires or ():
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:  # of a package from before PEP 508
+        except InvalidRequirement:  # a package from before PEP 508
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield normalized(requirement.name)

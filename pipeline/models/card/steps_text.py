@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 SHORT = 12
-"""Characters of a fingerprint that are shown."""
+"""Number of characters of a fingerprint to show."""
 
 _TITLES = {
     "training": "Training",
@@ -32,7 +32,7 @@ _DISTILLATION = "distillation"
 
 
 def corpus_lines(corpora: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The corpora as tables: sources with documents, bytes and tokens."""
+    """Yields the corpora as tables: sources with documents, bytes and tokens."""
     if not corpora:
         yield "The corpus is not recorded: the model was given, or made by a version that did not record it.\n"
         return
@@ -45,7 +45,7 @@ def corpus_lines(corpora: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def source_table(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Sources with documents, bytes, tokens and shares; nothing where there are none."""
+    """Yields a table of sources with documents, bytes, tokens and shares; nothing if there are no sources."""
     if not sources:
         return
     yield "| source | documents | bytes | tokens | share of tokens |\n|---|---:|---:|---:|---:|"
@@ -57,13 +57,13 @@ def source_table(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def processing_sentence(corpus: Mapping[str, Any]) -> str:
-    """Cleaning and deduplication of a corpus, by the names that its config has for them."""
+    """Names cleaning and deduplication of a corpus as in its config."""
     steps, kinds = corpus.get("cleaning") or [], corpus.get("deduplication") or []
     return f"Cleaning: {', '.join(steps) or 'none'}. Deduplication: {', '.join(kinds) or 'none'}."
 
 
 def step_lines(number: int, step: Mapping[str, Any]) -> Iterator[str]:
-    """One step: its name, and its numbers as a table."""
+    """Yields one step: its name, and its numbers as a table."""
     kind = str(step["step"])
     yield f"### {number}. {_TITLES.get(kind, kind.capitalize())}\n"
     rows = list(_rows({key: value for key, value in step.items() if key != "step"}))

@@ -1,8 +1,8 @@
-"""The public summary of training content that the EU AI Act asks of providers of general-purpose AI models. No torch.
+"""The public training content summary that the EU AI Act requires for general-purpose AI models. No torch.
 
-Article 53(1)(d) of Regulation (EU) 2024/1689. Sections, questions and ranges are those of the Commission's template,
-published on 24 July 2025, C(2025) 8311 final. Sizes, sources and steps come from the lineage; the rest is stated by a
-person (`facts`), or a visible gap. Headrace trains on text alone.
+Legal basis: Article 53(1)(d) of Regulation (EU) 2024/1689. Sections, questions and ranges are those of the Commission's
+template, published on 24 July 2025, C(2025) 8311 final. Sizes, sources and steps come from the lineage; the rest is
+stated by a person (`facts`), or shown as a gap. Headrace trains on text alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ TEMPLATE = (
     "explanatory-notice-and-template-public-summary-training-content-general-purpose-ai-models"
 )
 RANGES = ("Less than 1 billion tokens", "1 billion to 10 trillion tokens", "More than 10 trillion tokens")
-"""The template's ranges of the size of text."""
+"""The template's ranges for the size of text."""
 _LARGE = 0.03
-"""Share of the data of its section above which the template calls a dataset large."""
+"""Share of its section's data above which the template calls a dataset large."""
 
 
 def training_summary(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
-    """The summary as Markdown.
+    """Makes the summary as Markdown.
 
     Args:
         lineage: lineage of the model.
         facts: facts that a person has stated.
-        gaps: collector of missing facts, which only a person knows.
+        gaps: collector of missing facts.
     """
     parts = [
         *_general(lineage, facts, gaps),
@@ -41,12 +41,12 @@ def training_summary(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -
 
 
 def size_range(tokens: int) -> str:
-    """The range of the template that a number of tokens falls into."""
+    """Returns the template's range for a number of tokens."""
     return RANGES[0] if tokens < 1e9 else RANGES[1] if tokens <= 1e13 else RANGES[2]
 
 
 def distinct_sources(lineage: Mapping[str, Any]) -> list[Ancestor]:
-    """The sources of all corpora; one that several steps were trained on counts once."""
+    """Returns the sources of all corpora; a source of several training steps counts once."""
     found = {
         (corpus["fingerprint"], source["name"]): source
         for corpus in lineage["corpora"]
@@ -84,7 +84,7 @@ def _general(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Iterat
 
 
 def _dependencies(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> str:
-    """The base models; the template wants a modifier to name them, and to report its own data only."""
+    """Returns the base models: by the template, a model's modifier names them and reports only its own data."""
     given = [step for step in lineage["steps"] if step["step"] == "given"]
     if lineage["corpora"] and not given and not facts.base_model:
         return "none: the lineage begins with a training from initial values"
@@ -168,7 +168,7 @@ class _Sources:
         return [(source, told) for source, told in pairs if told.kind in kinds]
 
     def _answer(self, *kinds: str, known: bool = False) -> str:
-        """Yes or no; a gap while sources whose kind nobody has said might make it a yes."""
+        """Yes or no; a gap if sources of unstated kind might make the answer yes."""
         if known or self._of(*kinds):
             return "[x] Yes [ ] No"
         open_question = self._untold or _unrecorded(self._lineage) or not self._sources
@@ -275,7 +275,7 @@ def _processing(lineage: Mapping[str, Any], facts: CardFacts, gaps: Gaps) -> Ite
 
 
 def _steps_of(corpora: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The steps of data prep, as the manifests record them."""
+    """Yields the steps of data prep, as the manifests record them."""
     for corpus in corpora:
         if "cleaning" not in corpus:
             yield f"- Corpus `{corpus['fingerprint'][:12]}`: its processing is not recorded."

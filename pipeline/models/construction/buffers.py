@@ -1,9 +1,9 @@
-"""Persistent buffers: tensors of a model's state dict that no optimizer updates, and that are not derived from shapes.
+"""Persistent buffers: tensors of a model's state dict that no optimizer updates and that shapes alone do not determine.
 
-Examples are the bias that the routers of DeepSeek-V3 and GLM-4-MoE add to an expert's score, and MiniMax's decays.
-They belong to the model as parameters do: they are initialized, loaded, saved in checkpoints and exported under their
-Hugging Face names. Every rank that holds the module holds the buffer whole (tensor parallelism does not shard it). A
-buffer that a module registers with `persistent=False` (a rotary table) is computed anew wherever a model is built.
+Examples are the bias that the routers of DeepSeek-V3 and GLM-4-MoE add to an expert's score, and MiniMax's decays. Like
+parameters, they are initialized, loaded, saved in checkpoints and exported under their Hugging Face names. Every rank
+that has the module has the whole buffer (tensor parallelism does not shard it). A buffer that a module registers with
+`persistent=False` (a rotary table) is computed whenever a model is built.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pipeline.models.construction.own_init import Constructors, init_weights, se
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Hugging Face name -> the buffer itself (of this rank's part of a model), to be changed in place."""
+    """Maps Hugging Face name to buffer, for this rank's part of a model; the buffers may be changed in place."""
     return {name: module._buffers[key] for name, module, key in _persistent(model)}  # type: ignore[misc]
 
 
 def buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Hugging Face name -> shape of every persistent buffer."""
+    """Returns the shape of every persistent buffer, by Hugging Face name."""
     return {name: buffer.shape for name, buffer in persistent_buffers(model).items()}
 
 
 def fill_buffers(model: nn.Module, device: torch.device, values: ParameterValues | None = None) -> None:
-    """Gives every buffer of a model on meta its value, from `values` or from the model's own `_init_weights`.
+    """Fills every buffer of a model on meta, from `values` or by the model's own `_init_weights`.
 
-    Call it while the parameters are on meta, where `_init_weights` does nothing.
+    Must be called while the parameters are on meta, where `_init_weights` does nothing to them.
 
     Args:
         model: model on meta, changed in place; dtypes stay.
         device: device of the filled buffers.
-        values: values of persistent buffers; those that it does not have, or all when None, are computed.
+        values: values of persistent buffers; buffers absent from it are computed, all if it is None.
     """
     constructors = Constructors(model)
     on_meta = [
@@ -51,7 +51,7 @@ def fill_buffers(model: nn.Module, device: torch.device, values: ParameterValues
         module._buffers[key] = torch.empty_like(module._buffers[key], device=device)
     first, second = _computed(model, on_meta, 0), _computed(model, on_meta, 1)
     for at, (name, module, key) in enumerate(on_meta):
-        if not _same(first[at], second[at]):  # `_init_weights` does not set it
+        if not _same(first[at], second[at]):  # `_init_weights` does not set the buffer
             value = constructors.value(name, key, seed=0)
             _fill(module, key, 0 if value is None or value.shape != first[at].shape else value)
     if on_meta:
@@ -65,7 +65,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _computed(model: nn.Module, where: list[tuple[str, nn.Module, str]], before: int) -> list[Tensor]:
-    """Buffers after `_init_weights`, of which all elements had the value `before`, on the CPU; NaN is 0."""
+    """Returns buffers after `_init_weights`, on the CPU; before it, all elements have the value `before`. NaN is 0."""
     for _name, module, key in where:
         _fill(module, key, before)
     _init_all(model, {name for name, _module, _key in where})
@@ -73,12 +73,12 @@ def _computed(model: nn.Module, where: list[tuple[str, nn.Module, str]], before:
 
 
 def _init_all(model: nn.Module, owners: set[str]) -> None:
-    """Calls `_init_weights` on the modules that own buffers, then on those around them, which may set them, too."""
+    """Calls `_init_weights` on the modules that own buffers, then on the enclosing modules, which may set them, too."""
     around = {owner[:at] for owner in owners for at, letter in enumerate(f"{owner}.") if letter == "."} | {""}
     for name in sorted(around, key=lambda each: -len(each.split(".")) if each else 1):
         failures = () if name in owners else (NotImplementedError, RuntimeError, AttributeError, TypeError)
-        # a module around them may read parameters, which are on meta, or layers that are another pipeline stage's
-        with seeded(0), contextlib.suppress(*failures):  # the same on every rank, should it draw
+        # an enclosing module may read parameters, which are on meta, or layers of another pipeline stage
+        with seeded(0), contextlib.suppress(*failures):  # the same on every rank if it draws numbers
             init_weights(model, name)
 
 
@@ -104,7 +104,7 @@ def load_buffers(model: nn.Module, values: ParameterValues) -> None:
 
 
 def computed_buffers(model: nn.Module, values: ParameterValues) -> dict[str, Tensor]:
-    """The persistent buffers that a model on meta gets from `fill_buffers`, on the CPU; the model is not changed."""
+    """Returns the persistent buffers that `fill_buffers` would make, on the CPU; the model on meta is not changed."""
     filled = copy.deepcopy(model)
     fill_buffers(filled, torch.device("cpu"), values)
     return persistent_buffers(filled)
@@ -113,8 +113,8 @@ def computed_buffers(model: nn.Module, values: ParameterValues) -> dict[str, Ten
 def frozen_to_buffers(model: nn.Module) -> None:
     """Makes every parameter that the architecture declares frozen (`requires_grad=False`) a persistent buffer.
 
-    It has the same name in a state dict. No optimizer may own it: AFMoE's expert bias is changed by other rules than
-    the gradient, position tables of Marian and Pegasus never, and DeepSpeed has no partition for them.
+    Its name in a state dict stays. No optimizer may own such a tensor: AFMoE's expert bias follows other rules than the
+    gradient, position tables of Marian and Pegasus never change, and DeepSpeed has no partition for them.
     """
     for module in model.modules():
         frozen = [(key, p) for key, p in module._parameters.items() if p is not None and not p.requires_grad]
@@ -124,10 +124,10 @@ def frozen_to_buffers(model: nn.Module) -> None:
 
 
 def keep_in_fp32(model: nn.Module) -> None:
-    """Gives the buffers that the architecture declares to need fp32 that dtype, whatever the model's.
+    """Converts the buffers that the architecture declares to need fp32 to fp32, whatever the model's dtype.
 
     An update of a router's bias (1e-3 per step) would be lost in bf16, whose numbers near 1 are 8e-3 apart.
-    Transformers does so when it loads weights (`_keep_in_fp32_modules_strict`), but not when it builds a model.
+    Transformers keeps fp32 when it loads weights (`_keep_in_fp32_modules_strict`), but not when it builds a model.
     """
     for name, module, key in list(_persistent(model)):
         buffer = module._buffers[key]
@@ -136,7 +136,7 @@ def keep_in_fp32(model: nn.Module) -> None:
 
 
 def parameters_declared_fp32(model: nn.Module) -> list[str]:
-    """The parameters that transformers keeps in fp32 beside bf16; here they have the model's dtype, as all others."""
+    """The parameters that transformers keeps in fp32 beside bf16; here, all parameters have the model's dtype."""
     return [name for name, _ in model.named_parameters() if declared_fp32(model, name)]
 
 

@@ -1,16 +1,16 @@
 """Random numbers computed from a counter: element i of a tensor is a function of (key, i), wherever it is computed.
 
 The generator is Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", SC11), keyed with 64
-bits. Block n has the counter (n mod 2^32, n / 2^32, 0, 0) and gives the elements 4n to 4n + 3 of a row-major tensor, so
-that any box of it costs only its own elements.
+bits. Block n has the counter (n mod 2^32, n / 2^32, 0, 0) and determines elements 4n to 4n + 3 of a row-major tensor.
+The cost of a box is therefore that of its own elements.
 
-Normal numbers come from the inverse of the cumulative distribution function, as a table with linear interpolation, 256
+Normal numbers come from a table of the inverse cumulative distribution function with linear interpolation, with 256
 entries for every factor of two in the probability. Bits and interpolation are integers. Only one conversion to fp32 and
-one operation in fp32 round, each as IEEE 754 defines: the CPU and any GPU compute the same bits, as no logarithm or
-cosine of a math library does. 32 random bits make a number: at most 6.23 standard deviations. The interpolation errs by
-less than 2e-6 standard deviations.
+one fp32 operation round, each as IEEE 754 defines: the CPU and any GPU compute the same bits, unlike with a math
+library's logarithm or cosine. A number is made of 32 random bits, so it is at most 6.23 standard deviations. The
+interpolation error is below 2e-6 standard deviations.
 
-Everything is elementwise torch operations on int64, int32 and fp32, and one look-up.
+All steps are elementwise torch operations on int64, int32 and fp32, and one look-up.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MULTIPLIERS, _WEYL, _LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 
 """Constants of Philox 4x32 (Salmon et al., section 3.3), and the lower 32 bits of an int64."""
 
 _SUB_BITS, _FRACTION_BITS, _SCALE_BITS = 8, 15, 24
-"""Bits of an fp32 mantissa (23) for the table's entry and for the place between two; fixed-point bits of its values."""
+"""Bits of an fp32 mantissa (23): for a table's entry, and the position between entries; fixed-point bits of values."""
 
 _INDEX = (1 << (5 + _SUB_BITS)) - 1
 """An exponent modulo 32, then the sub-entry: |x| is in [1, 2^31], whose exponents are 32 consecutive ones."""
 
 _CPU_BLOCKS, _GPU_BLOCKS = 1 << 15, 1 << 21
-"""Blocks at a time, of 4 elements: temporary memory of about 80 bytes per block. On the CPU it fits the L2 cache."""
+"""Blocks of 4 elements computed at a time: temporary memory is about 80 bytes per block, and fits a CPU's L2 cache."""
 
 CPU = torch.device("cpu")
 
@@ -50,18 +50,18 @@ def normal(
     box: Rectangle | None = None,
     device: torch.device = CPU,
 ) -> Tensor:
-    """Normally distributed numbers, fp32.
+    """Computes normally distributed numbers, fp32.
 
     Args:
         shape: shape of the full tensor.
         key: key of the random numbers, 64 bits.
         mean: mean of the distribution.
         std: standard deviation of the distribution.
-        box: the part of the tensor that is computed; all of it when None.
+        box: part of the tensor to compute; None for the whole tensor.
         device: device that computes the numbers.
 
     Returns:
-        fp32 of the sizes of the box: the same bits as in the full tensor, on any device.
+        fp32 with the sizes of the box: the same bits as in the full tensor, on any device.
     """
     scale = torch.tensor(std, dtype=torch.float32).item() * 2.0**-_SCALE_BITS
 
@@ -81,9 +81,9 @@ def uniform(
     box: Rectangle | None = None,
     device: torch.device = CPU,
 ) -> Tensor:
-    """Uniform fp32 numbers from `low` to `high`, both included, in steps of 2^-24 of the distance between them.
+    """Computes uniform fp32 numbers from `low` to `high`, both included, in steps of 2^-24 of their difference.
 
-    The other arguments are those of `normal`.
+    All other arguments are as in `normal`.
     """
     span = torch.tensor(high - low, dtype=torch.float32).item() * 2.0**-24
 
@@ -95,19 +95,19 @@ def uniform(
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10.
+    """Computes Philox 4x32-10.
 
     Args:
         counter: four int64 tensors that broadcast, of 32 bits each.
         key: key of the random numbers, 64 bits.
 
     Returns:
-        Four int64 tensors. The lower 32 bits are the result; the upper ones mean nothing.
+        Four int64 tensors. The lower 32 bits are the result; the upper 32 bits are meaningless.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):
-        # int64 wraps around: the 64 bits of the product of two unsigned 32-bit numbers are right
+        # int64 wraps around: all 64 bits of the product of two unsigned 32-bit numbers are right
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = (p1 >> 32).bitwise_xor(c1 ^ k0).bitwise_and_(_LOW)
         c2 = (p0 >> 32).bitwise_xor(c3 ^ k1).bitwise_and_(_LOW)
@@ -117,8 +117,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def _standard_normal(words: Tensor) -> Tensor:
-    """Normal numbers times 2^24, fp32, of the lower 32 bits of int64 words."""
-    # an odd number x of 32 bits with sign stands for the probability |x| / 2^32 of a number further out
+    """Computes normal numbers times 2^24, fp32, from the lower 32 bits of int64 words."""
+    # an odd signed 32-bit number x stands for the probability |x| / 2^32 of a number further out
     x = words.to(torch.int32).bitwise_or_(1).to(torch.float32)
     bits = x.view(torch.int32)
     index = bits.bitwise_right_shift(_FRACTION_BITS).bitwise_and_(_INDEX)
@@ -130,7 +130,7 @@ def _standard_normal(words: Tensor) -> Tensor:
 
 @functools.cache
 def table() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Values of the inverse cumulative distribution function in units of 2^-24, and how much the next ones are less.
+    """Values of the inverse cumulative distribution function, and their decreases to the next value; unit 2^-24.
 
     Entry (exponent mod 32, sub-entry s) is at x = 2^e (1 + s / 256), e from 0 to 31, with probability x / 2^32.
     """
@@ -140,7 +140,7 @@ def table() -> tuple[tuple[int, ...], tuple[int, ...]]:
         for e in range(31)
         for s in range(entries)
     ]
-    rounded = [*map(round, at), 0]  # |x| = 2^31 is the middle
+    rounded = [*map(round, at), 0]  # |x| = 2^31 is the median
     values, slopes = [0] * (_INDEX + 1), [0] * (_INDEX + 1)
     for number, (value, following) in enumerate(itertools.pairwise(rounded)):
         place = (number + (127 << _SUB_BITS)) & _INDEX
@@ -175,7 +175,7 @@ def _computed(
 
 
 def _runs(shape: tuple[int, ...], box: Rectangle) -> tuple[Tensor, int]:
-    """The box as runs of elements that are neighbours in the full tensor: flat index of the first ones, and length."""
+    """Divides the box into runs of elements that are adjacent in the full tensor: first flat indices, and length."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = max((dim for dim, size in enumerate(shape) if box.sizes[dim] != size), default=0)
     starts = torch.zeros(1, dtype=torch.int64)
@@ -188,7 +188,7 @@ def _runs(shape: tuple[int, ...], box: Rectangle) -> tuple[Tensor, int]:
 
 
 def _pieces(rows: int, length: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Yields pieces of about `elements` elements of a matrix of runs: several runs, or parts of one."""
+    """Yields pieces of about `elements` elements of a matrix of runs: several whole runs, or parts of one run."""
     together, width = max(1, elements // length), min(length, elements)
     for row in range(0, rows, together):
         for column in range(0, length, width):
@@ -198,7 +198,7 @@ def _pieces(rows: int, length: int, elements: int) -> Iterator[tuple[slice, slic
 def _run_values(
     values: Callable[[Tensor], Tensor], first: Tensor, length: int, key: int, device: torch.device
 ) -> Tensor:
-    """Values [runs, length] of runs that begin at the flat indices `first` [runs], on the CPU."""
+    """Computes values [runs, length] of the runs that begin at flat indices `first` [runs], on the CPU."""
     skipped = first & 3
     least, most = int(skipped.min()), int(skipped.max())
     first, skipped = first.to(device), skipped.to(device)

@@ -1,7 +1,7 @@
 """Parameter values: computed from the parameter's name (law 2) here, read from files in `stored_values`.
 
-Both are functions from a name and a box to the values of that box. A rank asks for its shard of one parameter at a
-time, so that it computes or reads nothing else, and never holds more than its shards and one full parameter.
+Both are functions from a name and a box to the values of that box. A rank requests its shard of one parameter at a
+time. It computes or reads nothing else, and never has more in memory than its shards and one full parameter.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class ParameterValues(Protocol):
     """The initial values of a model's parameters and persistent buffers."""
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """Values of one parameter, in memory of their own.
+        """Returns values of one parameter, in newly allocated memory.
 
         Args:
             name: Hugging Face name.
-            box: the part of the full parameter that is wanted; all of it when None.
+            box: part of the full parameter to return; None for the whole parameter.
             device: device of the result.
 
         Returns:
-            fp32 of the sizes of the box: the same numbers as in the full value.
+            fp32 with the sizes of the box: the same numbers as in the full value.
         """
         ...
 
     def buffer(self, name: str) -> Tensor | None:
-        """The value of a persistent buffer, on the CPU; None for a buffer that the model's own code computes."""
+        """Returns the value of a persistent buffer, on the CPU; None if the model's own code computes it."""
         ...
 
 
 class OwnBuffers:
-    """A base class of values that leave persistent buffers to the model's own code."""
+    """Base class of values for models whose own code computes persistent buffers."""
 
     def buffer(self, name: str) -> Tensor | None:  # noqa: ARG002  the name of the protocol
         """Returns None; see `ParameterValues.buffer`."""
@@ -57,15 +57,15 @@ class InitByName(OwnBuffers):
 
     Architectures initialize a parameter in the code of the module that owns it and sometimes again in a parent module
     (GPT-2 rescales its residual projections). The model's `_init_weights` is called on the owner and then on each of
-    its ancestors, and its operations on the parameter are recorded on meta, once. Where they set a constant, or normal
-    or uniform numbers, any box is computed from the counters of its elements, on the device where it is wanted.
+    its ancestors, and its operations on the parameter are recorded on meta, once. If they set a constant, or normal or
+    uniform numbers, any box is computed from the counters of its elements, on the requested device.
 
-    Other parameters have formulas or their module's constructor (the time constants of Mamba and RWKV, truncated normal
-    numbers, GPT-1's projections): the code runs on the full parameter on the CPU, with torch's generator seeded from
-    (seed, name, shape), and the box is taken out of it. All other parameters are on meta meanwhile, where
-    initialization does nothing.
+    Other parameters are set by formulas or their module's constructor (the time constants of Mamba and RWKV, truncated
+    normal numbers, GPT-1's projections). For these, the code runs on the full parameter on the CPU, with torch's
+    generator seeded from (seed, name, shape), and the box is a part of the result. Meanwhile all other parameters are
+    on meta, where initialization does nothing.
 
-    The values depend neither on the layout, nor the device, nor on which other parameters exist.
+    The values do not depend on the layout, the device or the other parameters.
 
     Args:
         model: model on meta, built by `build_meta`.
@@ -85,7 +85,7 @@ class InitByName(OwnBuffers):
         return filled(fills, shape, key=derive_key(self._seed, "init", name), box=box, device=device)
 
     def fills(self, name: str) -> tuple[Fill, ...] | None:
-        """The operations that initialize a parameter; None where only the architecture's own code can tell."""
+        """Returns the operations that initialize a parameter; None if the architecture's own code has to run."""
         if name not in self._recorded:
             owner_name, _, key = name.rpartition(".")
             owner = self._model.get_submodule(owner_name)
@@ -106,13 +106,13 @@ class InitByName(OwnBuffers):
 
     @torch.no_grad()
     def _own_value(self, name: str) -> Tensor:
-        """The full value that the architecture's own code computes, fp32 on the CPU."""
+        """Returns the full value that the architecture's own code computes, fp32 on the CPU."""
         owner_name, _, key = name.rpartition(".")
         owner = self._model.get_submodule(owner_name)
         try:
             try:
                 real = self._initialized(owner, owner_name, key, also=())
-            except NotImplementedError:  # it reads another parameter of the module, which is on meta (RWKV)
+            except NotImplementedError:  # the code reads another parameter of the module, which is on meta (RWKV)
                 real = self._initialized(owner, owner_name, key, also=tuple(owner._parameters))
             if real.isnan().any():
                 real = self._initialized(owner, owner_name, key, also=(), constructed=True)
@@ -125,9 +125,9 @@ class InitByName(OwnBuffers):
     def _initialized(
         self, owner: nn.Module, owner_name: str, key: str, *, also: tuple[str, ...], constructed: bool = False
     ) -> nn.Parameter:
-        """A parameter after `_init_weights`, run with the parameters in `also` of its module off the meta device, too.
+        """Returns a parameter after `_init_weights`, with its module's parameters in `also` off the meta device, too.
 
-        Before, it is NaN or, with `constructed`, the value that the module's constructor sets.
+        Before that, the parameter is NaN or, with `constructed`, the value that the module's constructor sets.
         """
         on_meta = {each: p for each, p in owner._parameters.items() if p is not None and each in (key, *also)}
         real = {each: nn.Parameter(torch.full(p.shape, math.nan), requires_grad=False) for each, p in on_meta.items()}
@@ -154,8 +154,8 @@ class InitByName(OwnBuffers):
     def check(self, *, largest: int = 1 << 20) -> None:
         """Tries to initialize one parameter of every kind (names without layer numbers).
 
-        An architecture that cannot be initialized is thus refused before a process group exists. Numbers are drawn only
-        where the architecture's own code has to run, and only for parameters of at most `largest` elements.
+        This refuses an architecture that cannot be initialized before a process group exists. Numbers are drawn only if
+        the architecture's own code has to run, and only for parameters of at most `largest` elements.
 
         Raises:
             ConfigError: the architecture's own code fails for a parameter, or does not set it.
@@ -175,7 +175,7 @@ def _owner_and_ancestors(owner_name: str) -> list[str]:
 
 
 class ReportsProgress:
-    """Wraps values to report progress: a large model's take minutes to compute or read.
+    """Wraps values to report progress: a large model's values take minutes to compute or read.
 
     Args:
         values: the wrapped values.
@@ -196,7 +196,7 @@ class ReportsProgress:
 
 
 class Zeros(OwnBuffers):
-    """Zeros, for parameters that a checkpoint is about to overwrite: nothing is drawn or read.
+    """Zeros, without drawing or reading values, for parameters that a checkpoint is about to overwrite.
 
     Args:
         shapes: the full shape of every parameter.

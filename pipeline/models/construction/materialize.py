@@ -1,7 +1,7 @@
 """Materializes a model from the meta device, parameter by parameter.
 
-ZeRO-3 makes its parameters itself, each a shard as soon as it exists, so that no rank holds more than its shards plus
-one full parameter.
+With ZeRO-3, `make` shards each parameter at once, so that no rank has more in memory than its shards and one full
+parameter.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def materialize(
     make: MakeParameter | None = None,
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Gives every parameter and buffer of a model on meta its value.
+    """Fills every parameter and buffer of a model on meta.
 
     Args:
-        model: built by `build_meta`; changed in place. Tied parameters stay one object.
-        values: values of the parameters, and of persistent buffers where it has them.
-        device: device of the parameters and buffers that are made.
-        make: function (name in `values`, parameter on meta) -> parameter; when None it has its whole value.
-        names: id of a parameter -> its name in `values`, where that is not its name in `model`.
+        model: model from `build_meta`, changed in place. Tied parameters stay one object.
+        values: values of the parameters, and perhaps of persistent buffers.
+        device: device of the new parameters and buffers.
+        make: function (name in `values`, parameter on meta) -> parameter; None makes a parameter with its whole value.
+        names: id of a parameter -> its name in `values`, if it differs from the name in `model`.
     """
 
     def whole(name: str, on_meta: nn.Parameter) -> nn.Parameter:

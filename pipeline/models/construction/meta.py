@@ -27,14 +27,14 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
     """
     try:
         with torch.device("meta"):
-            # None, the default, would ask whether to execute code that config.json names
+            # with None, the default, transformers would ask whether to execute code that config.json names
             how = {"attn_implementation": attn_implementation, "trust_remote_code": False}
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError) as error:
         why = f"transformers refuses it: {one_line(error)}"
         if attn_implementation != "eager" and _builds(config, dtype):
             remedy = install_remedy(attn_implementation) or _EAGER
-            given = "sdpa" if attn_implementation == ATTENTION_NAME else attn_implementation  # as the config has it
+            given = "sdpa" if attn_implementation == ATTENTION_NAME else attn_implementation  # the config's name
             raise ConfigError("model.attn_implementation", given, why=why, remedy=remedy) from None
         raise ConfigError("model.config", config.model_type, why=why, remedy="check the model section") from None
     model.config.use_cache = False
@@ -57,5 +57,5 @@ def _builds(config: PretrainedConfig, dtype: torch.dtype) -> bool:
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Name -> full shape of every parameter; a tied parameter appears once, under its first name."""
+    """Returns the full shape of every parameter, by name; a tied parameter appears once, under its first name."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}

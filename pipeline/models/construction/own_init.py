@@ -1,8 +1,8 @@
-"""The initialization that an architecture's own code computes: by its modules' constructors, then by `_init_weights`.
+"""Runs an architecture's own initialization: its modules' constructors, then `_init_weights`.
 
-Transformers calls, for every module, the `_init_weights` of the nearest model that contains it; parameters that it does
-not set keep the constructor's value (xIELU's parameters in Apertus, GPT-1's projections). A model that is built on the
-meta device has no such value, so the module is built again from the arguments its constructor was called with.
+For every module, transformers calls the `_init_weights` of the nearest model that contains it. Parameters that this
+does not set keep the constructor's value (xIELU's parameters in Apertus, GPT-1's projections). A model built on the
+meta device has no constructor's values, so the module is built again with the same arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 def seeded(seed: int) -> Iterator[None]:
     """Seeds torch's generators for a block, on the CPU and on the GPU if one is in use, and restores them afterwards.
 
-    `torch.manual_seed` would record a stack trace for every kind of device that is not in use (milliseconds each time),
-    and `fork_rng` without a list of devices initializes all GPUs of the host.
+    `torch.manual_seed` would record a stack trace for every kind of unused device (milliseconds each time), and
+    `fork_rng` without a list of devices initializes all GPUs of the host.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
@@ -34,9 +34,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def init_weights(model: nn.Module, name: str) -> None:
-    """Calls the `_init_weights` of the nearest model that contains the module with this name, on the module.
+    """Calls, on the module with this name, the `_init_weights` of the nearest model that contains it.
 
-    A base model may have another than the causal language model around it (xLSTM).
+    A base model's may differ from that of the causal language model around it (xLSTM).
     """
     parts = name.split(".") if name else []
     path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
@@ -56,7 +56,7 @@ class Constructors:
         self._calls: dict[type, dict[str, tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
     def value(self, owner: str, key: str, *, seed: int) -> Tensor | None:
-        """The value that a constructor sets, NaN where it sets none; None if the module cannot be built alone.
+        """Returns the value that a constructor sets, NaN where it sets none; None if the module cannot be built alone.
 
         Args:
             owner: name of the module.
@@ -72,13 +72,13 @@ class Constructors:
         try:
             with seeded(seed), _uninitialized_is_nan(), torch.device("cpu"):
                 module = kind(*args, **kwargs)
-        except Exception:  # an argument may be a module on meta
+        except Exception:  # e.g. an argument is a module on meta
             return None
         found: Tensor | None = {**module._buffers, **module._parameters}.get(key)
         return None if found is None or found.is_meta else found.detach()
 
     def _recorded(self, kind: type[nn.Module]) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Name of a module of a class -> the arguments of its constructor."""
+        """Records the constructor's arguments of all modules of a class, by the module's name."""
         calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         original: Any = kind.__init__
 
@@ -99,7 +99,7 @@ class Constructors:
 
 @contextmanager
 def _uninitialized_is_nan() -> Iterator[None]:
-    """Fills uninitialized floating-point memory with NaN: zeros by chance would look as if they were meant."""
+    """Fills uninitialized floating-point memory with NaN: accidental zeros would look intended."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

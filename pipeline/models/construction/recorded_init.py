@@ -1,8 +1,8 @@
 """Records the operations of an architecture's `_init_weights` on a parameter, without memory for the parameter.
 
-`_init_weights` is run on a parameter on the meta device, and the operations that write into it are recorded. If they
-fill it with a constant, or with normal or uniform numbers, `models.construction.counter` computes the values of any
-part of it. All other operations (a formula, a decomposition, a copy) are left to the code itself, with real memory.
+`_init_weights` runs on a parameter on the meta device, and the operations that write into it are recorded. If they fill
+it with a constant, or with normal or uniform numbers, `models.construction.counter` can compute any part of it. For all
+other operations (a formula, a decomposition, a copy) the architecture's code runs with real memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.models.construction.rectangle import Rectangle
 
 aten = torch.ops.aten
 _DRAWS: dict[Any, Literal["normal", "uniform"]] = {aten.normal_.default: "normal", aten.uniform_.default: "uniform"}
-"""Operations that draw; both have the defaults 0 and 1, of mean and standard deviation, or of the limits."""
+"""Operations that draw numbers; both have the defaults 0 and 1, for mean and standard deviation or for the limits."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class Fill:
 
 
 def recorded_fills(parameter: nn.Parameter, initialize: Callable[[], None]) -> tuple[Fill, ...] | None:
-    """The operations that fill a parameter, in order, from the last that fills all of it on.
+    """Returns the operations that fill a parameter, in order, beginning with the last that fills the whole parameter.
 
     Args:
-        parameter: parameter on meta, where `initialize` finds it.
+        parameter: parameter on meta, in the module that `initialize` changes.
         initialize: function that runs the architecture's own code.
 
     Returns:
-        None where other operations write into it, or none that fills all of it.
+        None if other operations write into the parameter, or no operation fills the whole parameter.
     """
     recorder = _Recorder(parameter)
     try:
         with recorder, _visible_on_meta():
             initialize()
     except (NotImplementedError, RuntimeError, AttributeError, TypeError, ValueError):
-        return None  # it reads values, which meta does not have
+        return None  # the code reads values, which meta tensors lack
     same = parameter.untyped_storage()._cdata == recorder.storage
     return tuple(recorder.fills) if same and recorder.known else None
 
@@ -66,14 +66,14 @@ def recorded_fills(parameter: nn.Parameter, initialize: Callable[[], None]) -> t
 def filled(
     fills: tuple[Fill, ...], shape: tuple[int, ...], *, key: int, box: Rectangle | None, device: torch.device
 ) -> Tensor:
-    """The values of a box of a parameter after operations that fill it, fp32.
+    """Computes the values of a parameter's box after operations that fill the parameter, fp32.
 
     Args:
         fills: operations from `recorded_fills`; the first fills all of the parameter.
         shape: shape of the full parameter.
         key: key of the random numbers, 64 bits.
-        box: the part that is computed; all of it when None.
-        device: device that computes it.
+        box: part to compute; None for the whole parameter.
+        device: device that computes the box.
     """
     box = Rectangle.full(shape) if box is None else box
     result = _part_of(fills[0], shape, key, box, device)
@@ -96,7 +96,7 @@ def _part_of(fill: Fill, shape: tuple[int, ...], key: int, box: Rectangle, devic
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operations in `fills`; `known` says whether they alone decide the parameter's values."""
+    """Records operations in `fills`; `known` is whether they alone determine the parameter's values."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def _visible_on_meta() -> Iterator[None]:
     with (
         patch.multiple(torch.nn.init, _no_grad_trunc_normal_=_unknown, **silent),
         patch.dict(initialization.TORCH_INIT_FUNCTIONS, silent),
-        torch.random.fork_rng(devices=[]),  # it may draw what is no parameter
+        torch.random.fork_rng(devices=[]),  # the code may draw numbers that belong to no parameter
     ):
         yield
 

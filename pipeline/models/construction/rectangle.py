@@ -18,7 +18,7 @@ class Rectangle:
 
     @staticmethod
     def full(shape: Sequence[int]) -> Rectangle:
-        """The whole of a tensor."""
+        """Returns the rectangle of a whole tensor."""
         return Rectangle((0,) * len(shape), tuple(shape))
 
     @property
@@ -32,14 +32,14 @@ class Rectangle:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shifted(self, by: tuple[int, ...]) -> Rectangle:
-        """The same rectangle, `by` further along every dim."""
+        """Returns the same rectangle, `by` further along every dim."""
         return Rectangle(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def rows(self, first: int, count: int) -> Rectangle:
-        """The part of `count` rows (indices of the first dim), from row `first` of the rectangle on."""
+        """Returns the part of `count` rows (indices of the first dim), from row `first` of the rectangle on."""
         return Rectangle((self.offsets[0] + first, *self.offsets[1:]), (count, *self.sizes[1:]))
 
 
 def part(full: Tensor, box: Rectangle | None) -> Tensor:
-    """The values of a box in memory of their own, so that the full tensor can be freed; all of it for None."""
+    """Copies the values of a box, so that the full tensor can be freed; a box of None is the whole tensor."""
     return full if box is None or box.sizes == tuple(full.shape) else full[box.slices].clone()

@@ -1,9 +1,9 @@
 """Converts tensors of a Hugging Face folder to a model's, and back.
 
-transformers renames and fuses tensors while it loads a folder: the experts of a layer are one tensor each in the files
-of Mixtral, Qwen3-MoE and DeepSeek-V3, and one parameter [experts, ...] in the model. Its table (conversion_mapping.py)
-is read here, so that folders are read and written tensor by tensor under the names that `save_pretrained` writes and
-other programs expect.
+transformers renames and fuses tensors while it loads a folder: in the files of Mixtral, Qwen3-MoE and DeepSeek-V3 every
+expert has its own tensors, while the model has one parameter [experts, ...] per layer. This module uses transformers'
+table (conversion_mapping.py) to read and write folders tensor by tensor, under the names that `save_pretrained` writes
+and other programs expect.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TensorGroup:
     """Tensors that are converted together.
 
     Attributes:
-        key: name of the result, or of the first of several.
+        key: name of the result, or of the first result of several.
         sources: (pattern of the converter, name) of every tensor that is converted, in the order of the converter.
-        converter: transformers' converter; None where a tensor is only renamed.
-        renamings: renamings of the results.
+        converter: transformers' converter; None if a tensor is only renamed.
+        renamings: rules that rename the results.
     """
 
     key: str
@@ -50,10 +50,10 @@ class TensorGroup:
         return [name for _, name in self.sources]
 
     def convert(self, tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Converts tensors; returns the results by name. On the meta device it computes shapes.
+        """Converts tensors; returns the results by name. For tensors on the meta device, only shapes are computed.
 
         Args:
-            tensors: tensors by name, all of `names`.
+            tensors: name -> tensor, for all of `names`.
             model: the Hugging Face model, whose config some conversions read.
 
         Raises:
@@ -70,7 +70,7 @@ class TensorGroup:
 
 
 def groups_of_files(model: nn.Module, found: Iterable[str], known: Collection[str]) -> list[TensorGroup]:
-    """The conversions from tensors in files to a model's tensors.
+    """Returns the conversions from tensors in files to a model's tensors.
 
     Args:
         model: the Hugging Face model, on any device.
@@ -83,14 +83,14 @@ def groups_of_files(model: nn.Module, found: Iterable[str], known: Collection[st
     groups: dict[str, TensorGroup] = {}
     for name in sorted(found, key=dot_natural_key):
         target, pattern = rename_source_key(name, *transforms, prefix, state)
-        if target not in state and name in state:  # renamed although it has the model's own name
+        if target not in state and name in state:  # the table renames it although it has the model's own name
             target, pattern = name, None
         _add(groups, target, pattern, name, transforms[1])
     return list(groups.values())
 
 
 def groups_of_model(model: nn.Module, names: Iterable[str]) -> list[TensorGroup]:
-    """The conversions from a model's tensors to the tensors that `save_pretrained` writes.
+    """Returns the conversions from a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
         model: the Hugging Face model, on any device.
@@ -116,7 +116,7 @@ def _add(
     renamings: tuple[WeightRenaming, ...] = (),
 ) -> None:
     if pattern is None:
-        # two tensors of one name, such as a fused tensor beside its parts: the later one is no part of the model
+        # two tensors with one name, e.g. a fused tensor beside its parts: the later one does not belong to the model
         key = target if target not in groups else name
         groups.setdefault(key, TensorGroup(key, [(name, name)]))
         return
@@ -132,5 +132,5 @@ def _split(transforms: Iterable[Any]) -> Transforms:
 
 
 def _adds_prefix(transform: Any) -> bool:
-    """Whether a transform adds or removes a prefix: a model that was not loaded from files has none to restore."""
+    """Whether a transform adds or removes a prefix; a model not loaded from files has no prefix to restore."""
     return isinstance(transform, PrefixChange)

@@ -1,4 +1,4 @@
-"""Parameter values read from the safetensors files of a Hugging Face folder: the wanted part of one at a time."""
+"""Reads parameter values from a Hugging Face folder's safetensors files: only the requested part of one at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SCALE = "_scale_inv"
 
 
 COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
-"""Rotary tables and masks that old files have, and models compute."""
+"""Rotary tables and masks that old files contain; models compute them."""
 _WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Prefixes that torch.compile, DDP and DeepSpeed, peft and FSDP put in front of the names in what they wrap."""
+"""Prefixes that torch.compile, DDP, DeepSpeed, peft and FSDP add to the names in modules that they wrap."""
 
 
 class FromSafetensors:
@@ -38,22 +38,22 @@ class FromSafetensors:
     Tensors that transformers renames, fuses or splits while it loads a folder are converted in the same way. Weights in
     fp8 with a scale per block are multiplied by their scales.
 
-    Of a tensor that is only renamed, the bytes of the wanted box are read and no others. Tensors that are fused or
-    split (stacked experts) and weights in fp8 are read whole, one at a time, and the box is taken out.
+    For a tensor that is only renamed, only the bytes of the requested box are read. Tensors that are fused or split
+    (stacked experts) and fp8 weights are read whole, one at a time.
 
     Args:
         folder: path or URL of a folder with model.safetensors, or model.safetensors.index.json and its shards.
-        model: model on any device; the files must contain all its parameters with their shapes, and no others.
-            Persistent buffers that the files lack, as exports of older versions do, are computed by the model's code.
-        rename: function from a name in the model to the name in the original, of which it keeps only some layers.
-        partial: whether other tensors are allowed in the files (a model that keeps only some layers).
+        model: model on any device; the files must contain all its parameters with their shapes, and no others. The
+            model's code computes persistent buffers that the files lack, as in exports of older versions.
+        rename: function from a name in the model to the original's, if `model` keeps only some of its layers.
+        partial: whether the files may contain other tensors (a model that keeps only some layers).
 
     Attributes:
-        left_out: tensors of the files that the architecture has no place for, such as layers that predict more tokens.
+        left_out: names of stored tensors that the architecture does not use, e.g. layers that predict more tokens.
 
     Raises:
-        DataError: missing or unexpected tensors, wrong shapes, a tied weight that has values of its own, or a folder
-            that `stored_tensors` refuses.
+        DataError: tensors are missing or unexpected, shapes are wrong, a tied weight has other values, or
+            `stored_tensors` refuses the folder.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class FromSafetensors:
         stored = self._stored[name]
         with safe_open(stored.file, framework="pt") as file:
             mapped: Tensor = file.get_slice(stored.name)[box.slices] if box.sizes else file.get_tensor(stored.name)
-            return mapped.clone(memory_format=torch.contiguous_format)  # reads the pages of the box
+            return mapped.clone(memory_format=torch.contiguous_format)  # reads only the pages of the box
 
     def _full(self, name: str, group: TensorGroup) -> Tensor:
         if self._last is None or self._last[0] is not group:
             self._last = None
             made = group.convert({each: self._tensor(each) for each in group.names}, self._model)
-            self._last = (group, made) if len(made) > 1 else None  # a tensor that is split is read once
+            self._last = (group, made) if len(made) > 1 else None  # reads a tensor that is split only once
             return made[self._rename(name)]
         return self._last[1][self._rename(name)]
 
@@ -120,7 +120,7 @@ class FromSafetensors:
     def _results(
         self, groups: list[TensorGroup], known: Collection[str]
     ) -> tuple[dict[str, TensorGroup], dict[str, torch.Size]]:
-        """Conversions and shapes of the tensors that the model has, each by the name in the model."""
+        """Returns conversions and shapes of the model's tensors, each by its name in the model."""
         of: dict[str, TensorGroup] = {}
         shapes: dict[str, torch.Size] = {}
         for group in groups:
@@ -154,7 +154,7 @@ class FromSafetensors:
             )
 
     def _remedy(self, missing: list[str], extra: list[str]) -> str:
-        """The remedy that makes the names match: no load by transformers, which draws missing tensors at random."""
+        """Returns a remedy that makes the names match; loading by transformers is none: it draws missing tensors."""
         wrappers = _wrappers(self._stored)
         if wrappers:
             return _without_wrappers(self._folder, wrappers)
@@ -183,7 +183,7 @@ class FromSafetensors:
 
 
 def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """A weight [out, in] in fp8 times its scales [ceil(out / block), ceil(in / block)]; in fp32.
+    """Multiplies an fp8 weight [out, in] by its scales [ceil(out / block), ceil(in / block)]; returns fp32.
 
     Source: DeepSeek-V3's inference/kernel.py, `weight_dequant`.
     """
@@ -199,7 +199,7 @@ def _whole(stored: TensorInfo) -> Tensor:
 
 
 def _block_size(folder: Path) -> tuple[int, int]:
-    """Rows and columns of a block with one scale; DeepSeek-V3's where config.json does not say."""
+    """Rows and columns of a block with one scale; DeepSeek-V3's if config.json has none."""
     file = folder / "config.json"
     fields = read_json(file) if file.is_file() else {}
     rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
@@ -207,13 +207,13 @@ def _block_size(folder: Path) -> tuple[int, int]:
 
 
 def _wrappers(names: Iterable[str]) -> list[str]:
-    """Parts that wrappers have put into all names: torch.compile, DDP, FSDP, peft."""
+    """Prefixes that wrappers (torch.compile, DDP, FSDP, peft) have added to all names."""
     found = [sorted({part for part in _WRAPPERS if f".{part}." in f".{name}"}) for name in names]
     return sorted({part for parts in found for part in parts}) if found and all(found) else []
 
 
 def _without_wrappers(folder: Path, wrappers: list[str]) -> str:
-    """A shell command that writes the folder again without some parts of the names."""
+    """Returns a shell command that rewrites the folder without the wrappers' parts of names."""
     out = f"{folder}-renamed"
     parts = "|".join(re.escape(part) for part in wrappers)
     code = (
@@ -231,10 +231,10 @@ def _without_wrappers(folder: Path, wrappers: list[str]) -> str:
 
 
 def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bool:
-    """Whether a tensor in the files is no parameter of the model, and is not missed.
+    """Whether a stored tensor can be ignored, since the model has no such parameter.
 
-    This holds for a rotary table of old files, a weight that the model ties to another, and tensors that transformers
-    ignores for this architecture (layers for the prediction of several tokens).
+    True for a rotary table of old files, a weight that the model ties to another, and tensors that transformers ignores
+    for this architecture (layers that predict several tokens).
     """
     tied = _tied(model)
     if name not in parameters and (name in tied or name in tied.values()):
@@ -243,13 +243,13 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
 
 
 def ignored_tensors(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The stored tensors that are not in the model, since transformers ignores them for its architecture."""
+    """Returns the names of the stored tensors that transformers ignores for the model's architecture."""
     own = model.state_dict().keys()
     return [name for name in names if name not in own and _is_ignored(model, name) and not COMPUTED.search(name)]
 
 
 def left_out_line(folder: str | Path, names: Sequence[str]) -> str:
-    """The message about tensors that are not loaded, such as layers that predict more tokens."""
+    """Returns the message about tensors that are not loaded, such as layers that predict more tokens."""
     shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     why = "that transformers ignores for this architecture are not loaded, and are in no result or export"
     return f"{folder}: {len(names)} tensors {why}: {shown}"
@@ -262,5 +262,5 @@ def _is_ignored(model: nn.Module, name: str) -> bool:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Name of a tied parameter -> name of the parameter that it is tied to."""
+    """Maps the name of a tied parameter to the name of the parameter that it is tied to."""
     return getattr(model, "all_tied_weights_keys", None) or {}

@@ -14,7 +14,7 @@ _REMOTE_CODE = "auto_map"
 
 
 def read_generation(folder: Path) -> dict[str, Any] | None:
-    """A model folder's settings of generation: tokens that end it, sampling; None where there are none.
+    """Reads a model folder's generation settings (end tokens, sampling); None if there are none.
 
     Raises:
         DataError: the file is not a JSON object.
@@ -26,20 +26,20 @@ def read_generation(folder: Path) -> dict[str, Any] | None:
 
 
 def copy_generation(source: Path, target: Path) -> None:
-    """Copies the file byte for byte: transformers would drop keys that it finds idle, or refuse to write it."""
+    """Copies the file byte for byte: transformers would drop keys that have no effect, or refuse to write it."""
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
 
 
 def with_end(generation: dict[str, Any], eos: int | None) -> dict[str, Any]:
-    """Adds the token that ends the documents of a training to the tokens that end a generation."""
+    """Adds the token that ends training documents to the tokens that end a generation."""
     given = generation.get("eos_token_id")
     ends = given if isinstance(given, list) else [] if given is None else [given]
     return generation if eos is None or eos in ends else {**generation, "eos_token_id": [*ends, eos] if ends else eos}
 
 
 def drop_remote_code(folder: Path) -> None:
-    """Removes the names of Python files that are not in a written folder: programs would look for them, or ask."""
+    """Removes the names of Python files that a written folder lacks: programs would search them, or ask the user."""
     for name in ("config.json", "tokenizer_config.json"):
         file = folder / name
         found = read_json(file) if file.is_file() else {}

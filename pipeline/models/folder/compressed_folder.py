@@ -1,8 +1,8 @@
-"""Loads compressed-tensors folders that transformers cannot load as they are: quantized experts, several schemes.
+"""Loads compressed-tensors folders that transformers cannot load: with quantized experts or several schemes.
 
-transformers 5.23 has the experts of a layer in one tensor, for which it only takes weights that it can dequantize, and
-then it gives every dense layer the scheme of the first group. Here each layer is dequantized by its own scheme, experts
-stay linear layers of their own, and inputs are rounded where the scheme says so.
+transformers 5.23 has the experts of a layer in one tensor, for which it only accepts weights that it can dequantize;
+then it applies the scheme of the first group to every dense layer. This loader dequantizes each layer by its own
+scheme, keeps experts as separate linear layers, and rounds inputs if the scheme requires it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STORED = ("weight_packed", "weight_scale", "weight_shape", "weight")
 
 
 def load_compressed(folder: ModelFolder, *, dtype: torch.dtype | str = "auto") -> Any:
-    """Loads a folder, every weight dequantized by the scheme of its layer.
+    """Loads a folder; dequantizes every weight by the scheme of its layer.
 
     Args:
         folder: a folder for which `needs_own_loader` of `loading.py` is true.
@@ -69,7 +69,7 @@ def _fields(folder: ModelFolder) -> HfFields:
 
 
 def _scheme(name: str, module: nn.Module, section: QuantizationConfig) -> QuantizationScheme | None:
-    """The scheme of a layer, from the first group that names it, by its name in the folder or its class."""
+    """Finds a layer's scheme: that of the first group that has the layer's name in the folder, or its class."""
     if is_match(name, module, section.ignore or ()):
         return None
     for group in section.config_groups.values():
@@ -82,7 +82,7 @@ def _scheme(name: str, module: nn.Module, section: QuantizationConfig) -> Quanti
 def _dequantized(
     tensors: Mapping[str, Tensor], schemes: Mapping[str, QuantizationScheme | None], format_name: str
 ) -> dict[str, Tensor]:
-    """All weights in floating point, by their names in the folder."""
+    """Converts all weights to floating point, by name in the folder."""
     found = {name: value for name, value in tensors.items() if name.rpartition(".")[2] not in _STORED[:3]}
     for name in tensors:
         module, _, leaf = name.rpartition(".")
@@ -118,7 +118,7 @@ def _tensors(folder: ModelFolder) -> dict[str, Tensor]:
 
 
 def rounds_inputs(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """A forward pre-hook that rounds the inputs of a layer, with a scale for each token.
+    """Makes a forward pre-hook that rounds the inputs of a layer, with a scale for each token.
 
     Args:
         args: settings of the rounding.

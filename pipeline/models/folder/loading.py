@@ -1,6 +1,6 @@
 """Loads a Hugging Face model strictly: missing or unexpected tensors are an error, not a warning.
 
-transformers 5 fills a missing tensor with random values and continues (issues 43257, 45313, 45397 of its repository).
+transformers 5 fills missing tensors with random values and continues (issues 43257, 45313, 45397 of its repository).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pipeline.models.routers import has_experts
 
 
 def pick_device() -> torch.device:
-    """The first CUDA device, or the CPU without one; `CUDA_VISIBLE_DEVICES` selects another, or none.
+    """Returns the first CUDA device, or the CPU without one; `CUDA_VISIBLE_DEVICES` selects another, or none.
 
     Raises:
-        ConfigError: a GPU is to be expected here, and torch cannot use it.
+        ConfigError: this host seems to have a GPU, and torch cannot use it.
     """
     if torch.cuda.is_available():
         return torch.device("cuda")
@@ -40,8 +40,8 @@ def pick_device() -> torch.device:
 def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> Any:
     """Loads a causal language model in evaluation mode.
 
-    Weights are dequantized while loading where weights alone are quantized. Where activations are too, their rounding
-    is part of the model, and it stays.
+    If only weights are quantized, they are dequantized while loading. If activations are quantized too, their rounding
+    is part of the model and stays.
 
     Args:
         path: a Hugging Face folder, quantized or not.
@@ -60,12 +60,12 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
         model = load_compressed(folder, dtype=dtype)
         return model.to(device).eval()
     if folder.quantized_by == "compressed-tensors" and not folder.quantizes_activations:
-        # dequantized now instead of at the first forward pass: the same bits, but without the wrapper that stays on
-        # every layer and costs more than a small layer itself
+        # dequantized now instead of at the first forward pass: the same bits, without a remaining wrapper on every
+        # layer that costs more than a small layer itself
         how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     try:
         with warnings.catch_warnings():
-            # it warns that the file's settings take precedence, as intended
+            # drops the warning that the file's settings take precedence, as intended
             warnings.filterwarnings("ignore", message="You passed `quantization_config`")
             with _without_progress_bars():
                 model, info = AutoModelForCausalLM.from_pretrained(path, **how)
@@ -78,14 +78,14 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
 
 
 def needs_own_loader(folder: ModelFolder) -> bool:
-    """Whether transformers would fail, or give a layer the scheme of another: see `compressed_folder.py`."""
+    """Whether transformers would fail, or apply another layer's scheme to a layer: see `compressed_folder.py`."""
     if folder.quantized_by != "compressed-tensors":
         return False
     return has_experts(folder.config) or len(scheme_groups(folder.config)) > 1
 
 
 def _decompressed(model: Any) -> Any:
-    """Decompresses weights, as compressed-tensors would do at the first forward pass, there with a progress bar."""
+    """Decompresses weights, as compressed-tensors would do (with a progress bar) at the first forward pass."""
     if hasattr(model, "ct_decompress_hook"):
         with _without_progress_bars():
             model.hf_quantizer.compressor.decompress_model(model)
@@ -94,7 +94,7 @@ def _decompressed(model: Any) -> Any:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Drops progress bars from stderr: compressed-tensors has no switch for its bars, which begin lines by a "\\r"."""
+    """Drops progress bars, lines that begin with "\\r", from stderr: compressed-tensors has no switch for its bars."""
     kept = io.StringIO()
     try:
         with redirect_stderr(kept):
@@ -105,7 +105,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def empty_model(path: Path) -> Any:
-    """The folder's architecture on the meta device: modules and shapes, no memory, no weights.
+    """Builds the folder's architecture on the meta device: modules and shapes, no memory, no weights.
 
     Raises:
         DataError: transformers does not know the architecture.

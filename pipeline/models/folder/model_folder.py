@@ -40,8 +40,8 @@ class ModelFolder:
         """Reads config.json and the headers, and checks every weight file's size.
 
         Raises:
-            DataError: config.json or the weights are missing, damaged or ambiguous, or need code of the folder, a tied
-                head has values of its own, or a URL cannot be copied.
+            DataError: config.json or the weights are missing, damaged or ambiguous; the model needs code in the folder;
+                a tied head has other values than the embedding; or a URL cannot be copied.
         """
         origin, path = str(path), local_folder(path)
         config = read_config(path)
@@ -74,7 +74,7 @@ class ModelFolder:
 
     @property
     def tied(self) -> bool:
-        """Whether input and output embeddings are tied; if the config does not say so, whether no head is stored."""
+        """Whether input and output embeddings are tied; if the config has no such key, whether no head is stored."""
         declared = self._text_config("tie_word_embeddings", None)
         return "lm_head.weight" not in self.tensors if declared is None else bool(declared)
 
@@ -86,36 +86,36 @@ class ModelFolder:
 
     @property
     def quantizes_activations(self) -> bool:
-        """Whether layers round their inputs while the model serves, by its `quantization_config`."""
+        """Whether layers round their inputs at inference, according to `quantization_config`."""
         return any(group.get("input_activations") for group in scheme_groups(self.config))
 
     @property
     def dtype(self) -> str:
-        """The floating-point dtype of most bytes, by its torch name."""
+        """Torch name of the floating-point dtype with the most bytes."""
         sizes = {word: sum(i.bytes for i in self.tensors.values() if i.dtype == word) for word in _TORCH_DTYPES}
         return _TORCH_DTYPES[max(sizes, key=lambda word: sizes[word])]
 
     @property
     def fp32_beside(self) -> frozenset[str]:
-        """Tensors in fp32 of a folder whose weights have 16 bits: the bias of a router, states of a Mamba layer."""
+        """fp32 tensors in a folder whose weights have 16 bits, e.g. a router's bias, states of a Mamba layer."""
         if self.dtype == _TORCH_DTYPES["F32"]:
             return frozenset()
         return frozenset(name for name, info in self.tensors.items() if info.dtype == "F32")
 
     @property
     def parameters(self) -> int:
-        """Number of stored parameters; tied ones count once. Only meaningful for unquantized folders."""
+        """Number of stored parameters; tied parameters count once. Only meaningful for unquantized folders."""
         return sum(prod(info.shape) for info in self.tensors.values())
 
     def fingerprint(self) -> str:
-        """The manifest's fingerprint, or without a manifest the SHA-256 over its files' checksums."""
+        """Returns the manifest's fingerprint; without a manifest, the SHA-256 over the files' checksums."""
         if (self.path / MANIFEST).is_file():
             return read_manifest(self.path, kind="model").fingerprint
         files = sorted(p for p in self.path.iterdir() if p.is_file())
         return fingerprint_of({file.name: sha256_of_file(file) for file in files})
 
     def _text_config(self, key: str, *default: Any) -> Any:
-        """A key of the config; models with several modalities keep it under `text_config`."""
+        """Returns a key of the config; multimodal models have it under `text_config`."""
         text = self.config.get("text_config", {})
         if key in self.config or key in text or default:
             return self.config.get(key, text.get(key, *default))
@@ -123,12 +123,12 @@ class ModelFolder:
 
 
 def scheme_groups(config: HfFields) -> list[HfFields]:
-    """The groups of layers in the quantization_config of a Hugging Face config, each with a scheme of its own."""
+    """Groups of layers in the quantization_config of a Hugging Face config, each with its own scheme."""
     return list(((config.get("quantization_config") or {}).get("config_groups") or {}).values())
 
 
 def trained_data(path: Path) -> dict[str, Any]:
-    """The section `data` of the config in a model directory's manifest, under today's keys; empty without a manifest.
+    """Returns section `data` of the config in a model directory's manifest, with current keys; {} without a manifest.
 
     Args:
         path: a Hugging Face folder or a directory with a GGUF file.
@@ -140,11 +140,11 @@ def trained_data(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> HfFields:
-    """Reads the config.json of a model folder, and refuses one that can be read in several ways.
+    """Reads the config.json of a model folder; refuses an ambiguous one.
 
     Raises:
-        DataError: no such folder, no readable config.json, an adapter, code of its own that would have to be executed,
-            or keys that contradict each other.
+        DataError: there is no folder or readable config.json, it is an adapter, it needs to execute its own code, or
+            keys contradict each other.
     """
     if not path.is_dir():
         raise DataError(f"{path}: no such directory\n  try: {EXPORT}")
@@ -160,7 +160,7 @@ def read_config(path: Path) -> HfFields:
 
 
 def _refuse_remote_code(path: Path, config: HfFields) -> None:
-    """Refuses a model whose code is in its folder, which nothing here executes; known architectures do not need it."""
+    """Refuses a model that needs code in its folder, which headrace never executes; known architectures do not."""
     code = config.get("auto_map")
     if not isinstance(code, dict) or not code.keys() & {"AutoConfig", "AutoModelForCausalLM"} or _has_package(config):
         return
@@ -180,14 +180,14 @@ def _refuse_remote_code(path: Path, config: HfFields) -> None:
 
 
 def _has_package(config: HfFields) -> bool:
-    """Whether transformers has a package of the architecture's name, without the seconds that importing it takes."""
+    """Whether transformers has a package with the architecture's name; does not import it, which takes seconds."""
     found, kind = find_spec("transformers"), str(config.get("model_type") or "")
     places = (found and found.submodule_search_locations) or ()
     return kind.isidentifier() and any((Path(place) / "models" / kind).is_dir() for place in places)
 
 
 def _refuse_two_ropes(path: Path, config: HfFields) -> None:
-    """Refuses `rope_scaling` beside `rope_parameters` that says otherwise: programs take one or the other."""
+    """Refuses `rope_scaling` that contradicts `rope_parameters`: programs use one or the other."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if not isinstance(old, dict) or not isinstance(new, dict):
         return
@@ -199,10 +199,10 @@ def _refuse_two_ropes(path: Path, config: HfFields) -> None:
 
 
 def _check_head(path: Path, config: HfFields, tensors: dict[str, TensorInfo]) -> None:
-    """Refuses a folder whose config ties the head to the embedding, and whose files have a head of other values.
+    """Refuses a folder whose config ties the head to the embedding while its files have a head with other values.
 
-    transformers then unties them with a warning; others leave the head out. The two are the matrices [V, H] outside of
-    the layers.
+    transformers then unties them with a warning; other programs ignore the head. Head and embedding are the two
+    matrices [V, H] outside of the layers.
     """
     text = {**(config.get("text_config") or {}), **config}
     tie, vocabulary = text.get("tie_word_embeddings"), text.get("vocab_size")
@@ -223,7 +223,7 @@ def _check_head(path: Path, config: HfFields, tensors: dict[str, TensorInfo]) ->
 
 
 def _ties(config: HfFields) -> bool:
-    """Whether transformers ties the head: some never do, whatever the config says (BigBird-Pegasus's decoder)."""
+    """Whether transformers ties the head; for some models (BigBird-Pegasus's decoder) it never does."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415  takes seconds
 
     kind, tie = config.get("model_type"), config.get("tie_word_embeddings")

@@ -1,8 +1,8 @@
-"""The language model inside a model of several modalities: its architecture, and the names of its weights.
+"""The language model inside a multimodal model: its architecture, and the names of its weights.
 
-Text alone is computed by a decoder that transformers also has by itself: Gemma 3 without its vision tower is
-`gemma3_text`, Llava's is `llama`. Where its positions have three parts (Qwen-VL), those of text are equal, which is
-plain rotation. Only families are here whose logits a test has compared.
+The decoder that processes text is also a separate architecture in transformers: Gemma 3 without its vision tower is
+`gemma3_text`, Llava's decoder is `llama`. If positions have three parts (Qwen-VL), the parts are equal for text, which
+is plain rotation. The tables contain only families whose logits a test has compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXT_ALONE = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
 }
-"""`model_type` -> `model_type` of the decoder; None for the one that its `text_config` names."""
+"""`model_type` -> `model_type` of the decoder; None if `text_config` names it."""
 
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -28,11 +28,11 @@ _PREFIXES = {
     "model.text_model.": "model.",
     "lm_head.": "lm_head.",
 }
-"""Prefix of the decoder's names in files, as published and as transformers 5 writes them -> in the decoder alone."""
+"""Prefix of the decoder's names in files, published or written by transformers 5 -> prefix in the separate decoder."""
 
 
 def text_is_nested(folder: Path, model_type: str) -> bool:
-    """Whether a folder holds a model of several modalities, and the model that is built is its decoder."""
+    """Whether a folder has a multimodal model, of which only the decoder is built."""
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
     outer = config.get("model_type")
@@ -40,7 +40,7 @@ def text_is_nested(folder: Path, model_type: str) -> bool:
 
 
 def text_tensors(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors of the decoder, by their names in the decoder alone."""
+    """Returns the tensors of the decoder, by their names in the separate decoder."""
     plain = {"model.": "model."} if not any(name.startswith(tuple(_NESTED)) for name in stored) else {}
     names = {**_PREFIXES, **plain}
     found = {}

@@ -1,12 +1,12 @@
-"""The files that hold a model folder's weights, and the place of each tensor in them. No torch.
+"""Finds the files with a model folder's weights, and the location of each tensor in them. No torch.
 
-Every reader of weights asks here. The files are those that transformers reads: model.safetensors, else those that the
-index names, whatever else lies beside them. A folder that another program could read in another way is compared and
-refused: a single file beside an index, a tensor in two shards, an adapter beside its base.
+All code that reads weights uses this module. The files are those that transformers reads: model.safetensors, or else
+the files that the index names; files beside them are ignored. A folder that other programs could read differently is
+compared and refused: a single file beside an index, a tensor in two shards, an adapter beside its base.
 
-A safetensors file is: uint64 little-endian length N of the header; N bytes of JSON, name -> {dtype, shape,
-data_offsets [begin, end)} counted from the end of the header; the tensors' bytes back to back. So names, shapes and
-the size the file must have are known after reading a few kilobytes.
+A safetensors file consists of the length N of the header, uint64 little-endian; N bytes of JSON, name -> {dtype, shape,
+data_offsets [begin, end)}, counted from the end of the header; and the tensors' concatenated bytes. So names, shapes
+and the correct file size are known after reading a few kilobytes.
 Source: https://github.com/huggingface/safetensors, README, "Format".
 """
 
@@ -53,7 +53,7 @@ class TensorInfo:
     begin: int = field(compare=False)
 
     def same_values(self, other: TensorInfo) -> bool:
-        """Whether another tensor has the same dtype, shape and bytes; both are read where the headers agree."""
+        """Whether another tensor has the same dtype, shape and bytes; both tensors are read if their headers agree."""
         if self != other:
             return False
         with self.file.open("rb") as mine, other.file.open("rb") as theirs:
@@ -67,11 +67,11 @@ class TensorInfo:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a model folder, by its name in the files.
+    """Returns every tensor of a model folder, by its name in the files.
 
     Raises:
-        DataError: there are no safetensors, one is missing, truncated or damaged, the index names a wrong file, or the
-            folder can be read in two ways that differ.
+        DataError: there are no safetensors files, a file is missing, truncated or damaged, the index names a wrong
+            file, or the folder is ambiguous.
     """
     refuse_adapter(folder)
     single, index = folder / SINGLE, folder / INDEX
@@ -86,10 +86,10 @@ def stored_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuses an adapter (LoRA), alone or beside its base: with peft installed transformers adds it, else it does not.
+    """Refuses an adapter (LoRA), alone or beside its base: transformers adds it only if peft is installed.
 
     Raises:
-        DataError: says how to merge it.
+        DataError: there is an adapter; the message tells how to merge it.
     """
     file = folder / ADAPTER
     if not file.is_file():
@@ -112,7 +112,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file.
+    """Returns the tensors of one safetensors file.
 
     Raises:
         DataError: the header cannot be read, or the file does not have the length given in the header.
@@ -139,7 +139,7 @@ def _tensor(name: str, entry: dict[str, Any], path: Path, data: int) -> TensorIn
 
 
 def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
-    """The tensors of all files that an index names; each is in the file it says, and the same in any other file."""
+    """Tensors of all files that an index names; checks that each is in its file, and equal in any other file."""
     folder = index.parent
     try:
         weight_map: dict[str, str] = dict(read_json(index)["weight_map"])

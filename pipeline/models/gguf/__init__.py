@@ -1,1 +1,1 @@
-"""GGUF files, which llama.cpp and programs built on it read: written from Hugging Face folders, and checked."""
+"""Writes GGUF files, for llama.cpp and programs built on it, from Hugging Face folders, and checks them."""

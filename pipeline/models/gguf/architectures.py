@@ -1,7 +1,7 @@
-"""The architectures that can be written: the keys that llama.cpp reads, and the form of stored tensors. No torch.
+"""Architectures that can be written as GGUF: the keys that llama.cpp reads, and the form of stored tensors. No torch.
 
-Names are those of the package gguf; llama.cpp's loader of an architecture determines the keys and the order of features
-(its `src/models`, and its converter's classes as a description of the format).
+Names are those of the package gguf. llama.cpp's loader of an architecture (in `src/models`) determines the keys and the
+order of features; its converter's classes describe the format.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """A kind of decoder.
+    """A decoder architecture in GGUF.
 
     Attributes:
         arch: gguf's name of the architecture.
         permuted: whether queries and keys are stored with the halves of rotary positions interleaved.
-        norm_offset: number that is added to the weights of norms.
+        norm_offset: number added to the weights of norms.
         transposed: whether linear layers are stored [in, out] in the Hugging Face folder (Conv1D).
         kind: model types with the same keys: "llama", "gemma" or "gpt2".
     """
@@ -66,11 +66,11 @@ _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "scale_attn_by_inverse_layer_idx": (False,),
     },
 }
-"""`GgufArchitecture.kind` -> key of config.json -> the values that llama.cpp computes with; a file does not hold it."""
+"""`GgufArchitecture.kind` -> key of config.json -> values that llama.cpp uses; GGUF files do not contain these keys."""
 
 
 def _fixed(config: HfConfig, architecture: GgufArchitecture) -> dict[str, tuple[Any, ...]]:
-    """Key of config.json -> the values that llama.cpp takes for it, whatever it is."""
+    """Maps keys of config.json to the values that llama.cpp uses regardless of the config."""
     found = dict(_FIXED[architecture.kind])
     if architecture.arch in (MODEL_ARCH.QWEN3, MODEL_ARCH.QWEN3MOE):
         found["attention_bias"] = (False,)
@@ -78,7 +78,7 @@ def _fixed(config: HfConfig, architecture: GgufArchitecture) -> dict[str, tuple[
         found["hidden_act"] = (*_TANH, "gelu")  # transformers reads Gemma's "gelu" as the approximation by tanh
     if architecture.arch is MODEL_ARCH.GEMMA2:
         layers = layer_count(config)
-        # llama.cpp tells Gemma 2's sizes apart by their layers; that of 46 is scaled by the width for each head
+        # llama.cpp recognizes Gemma 2's sizes by their layers; it scales the one of 46 layers by the width per head
         wide = layers == _GEMMA2_27B_LAYERS
         scalar = config["hidden_size"] // config["num_attention_heads"] if wide else head_size(config)
         kinds = ("sliding_attention", "full_attention")
@@ -96,10 +96,10 @@ _GEMMA2_SCALAR = 256
 
 
 def _refuse_unlike_fixed(config: HfConfig, architecture: GgufArchitecture) -> None:
-    """Refuses a config with another value where llama.cpp's loader of the architecture has one of its own.
+    """Refuses a config whose value of a key differs from the one fixed in llama.cpp's loader of the architecture.
 
     Raises:
-        ConfigError: names the key, and the value that llama.cpp takes.
+        ConfigError: a value differs; names the key and llama.cpp's value.
     """
     remedy = "serve the Hugging Face folder with vLLM or transformers"
     for key, allowed in _fixed(config, architecture).items():
@@ -115,10 +115,10 @@ def _refuse_unlike_fixed(config: HfConfig, architecture: GgufArchitecture) -> No
 
 
 def architecture_of(config: HfConfig) -> GgufArchitecture:
-    """The architecture of a Hugging Face config.
+    """Returns the architecture of a Hugging Face config.
 
     Raises:
-        ConfigError: the architecture is not written, or has something that llama.cpp's loader does not know.
+        ConfigError: the architecture cannot be written, or has a feature that llama.cpp's loader lacks.
     """
     kind = str(config.get("model_type"))
     found = ARCHITECTURES.get(kind)
@@ -144,7 +144,7 @@ def architecture_of(config: HfConfig) -> GgufArchitecture:
 
 
 def rope_parameters(config: HfConfig) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` before it."""
+    """Returns `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` before it."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "rope_theta" in config:
         found.setdefault("rope_theta", config["rope_theta"])
@@ -152,7 +152,7 @@ def rope_parameters(config: HfConfig) -> dict[str, Any]:
 
 
 def rope_scaling(config: HfConfig) -> str | None:
-    """The scaling of rotary positions; None where the model has none."""
+    """Returns the type of rotary position scaling; None without scaling."""
     found = rope_parameters(config)
     return str(found.get("rope_type") or found.get("type") or "default") if found else None
 
@@ -163,7 +163,7 @@ def head_size(config: HfConfig) -> int:
 
 
 def write_keys(writer: GGUFWriter, config: HfConfig, architecture: GgufArchitecture) -> None:
-    """Adds the keys that llama.cpp needs of the model."""
+    """Adds the model's keys that llama.cpp needs."""
     (_gpt2_keys if architecture.kind == "gpt2" else _llama_keys)(writer, config, architecture)
 
 
@@ -212,7 +212,7 @@ def _expert_keys(writer: GGUFWriter, config: HfConfig) -> None:
 
 
 def context_length(config: HfConfig, architecture: GgufArchitecture) -> int:
-    """Positions of the file; no more than a sliding window where llama.cpp's loader has none for the architecture."""
+    """Context length of the file; at most the sliding window if llama.cpp's loader has none for the architecture."""
     if architecture.kind == "gpt2":
         return int(config.get("n_ctx") or config["n_positions"])
     length, window = int(config["max_position_embeddings"]), config.get("sliding_window")
@@ -226,7 +226,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def stored_name(name: str, names: TensorNameMap) -> str | None:
-    """Name in the file of a tensor of a Hugging Face folder; None where llama.cpp has no such tensor."""
+    """Returns the GGUF name of a tensor in a Hugging Face folder; None if llama.cpp has no such tensor."""
     expert = _EXPERT.fullmatch(name)
     if expert:
         name = f"{expert[1]}.{expert[3]}.weight"
@@ -235,28 +235,28 @@ def stored_name(name: str, names: TensorNameMap) -> str | None:
 
 
 def expert_number(name: str) -> int | None:
-    """The number of the expert that a tensor belongs to; None where a tensor is not of one expert."""
+    """Returns the number of the expert that a tensor belongs to; None if it does not belong to a single expert."""
     expert = _EXPERT.fullmatch(name)
     return int(expert[2]) if expert else None
 
 
 def name_map(config: HfConfig, architecture: GgufArchitecture) -> TensorNameMap:
-    """gguf's table for the architecture and the number of layers."""
+    """Returns gguf's table for the architecture and the number of layers."""
     return get_tensor_name_map(architecture.arch, layer_count(config))
 
 
 def layer_count(config: HfConfig) -> int:
-    """Decoder layers."""
+    """Returns the number of decoder layers."""
     return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
 def stored_shape(name: str, shape: tuple[int, ...], architecture: GgufArchitecture) -> tuple[int, ...]:
-    """The shape in the file, of one expert where there is one tensor for each."""
+    """Returns the shape of a tensor in the file; the shape of one expert if each expert has its own tensor."""
     return shape[::-1] if architecture.transposed and _is_conv1d(name) else shape
 
 
 def stored_value(name: str, value: Array, config: HfConfig, architecture: GgufArchitecture) -> Array:
-    """The values in the file.
+    """Converts a tensor's values to those in the file.
 
     Args:
         name: name of the tensor in the Hugging Face folder.
@@ -272,19 +272,19 @@ def stored_value(name: str, value: Array, config: HfConfig, architecture: GgufAr
 
 
 def interleaved(value: Array, *, size: int) -> Array:
-    """Rows [heads x size, D] with the two halves of each head in turns, as llama.cpp rotates them.
+    """Interleaves the two halves of each head in rows [heads x size, D], for llama.cpp's rotation.
 
-    Hugging Face rotates feature i with i + size / 2, llama.cpp's older architectures rotate 2i with 2i + 1.
+    Hugging Face rotates feature i with i + size / 2; llama.cpp's older architectures rotate 2i with 2i + 1.
     """
     rows, width = value.shape
     return value.reshape(rows // size, 2, size // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def rope_factors(config: HfConfig) -> Array | None:
-    """Divisors of the rotary frequencies [head size / 2] of Llama 3's scaling; None without it.
+    """Returns Llama 3's divisors of the rotary frequencies [head size / 2]; None without its scaling.
 
     Source: transformers, modeling_rope_utils.py, `_compute_llama3_parameters`: frequencies of wavelengths above
-    original / low are divided by the factor, those below original / high are kept, and between them it is mixed.
+    original / low are divided by the factor, those below original / high stay, and between the two both are mixed.
     """
     if rope_scaling(config) != "llama3":
         return None

@@ -1,4 +1,4 @@
-"""The part of a GGUF file before its tensors: keys, tokenizer, and the place of each tensor. No torch."""
+"""Writes the part of a GGUF file before its tensors: keys, tokenizer, and the location of each tensor. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.models.gguf.types import FILE_TYPES
 
 
 def open_writer(plan: GgufPlan, file: Path) -> GGUFWriter:
-    """Opens a writer and writes the header; tensors are to follow in the order of the plan.
+    """Opens a writer and writes the header; the caller adds tensors in the order of the plan.
 
     Args:
         plan: plan of the file.
@@ -23,7 +23,7 @@ def open_writer(plan: GgufPlan, file: Path) -> GGUFWriter:
     """
     config = plan.source.config
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[plan.architecture.arch])
-    writer.add_name(Path(plan.source.origin).name)  # of a URL, too, whose copy here has another name
+    writer.add_name(Path(plan.source.origin).name)  # also right for a URL, whose local copy has another name
     writer.add_file_type(FILE_TYPES[plan.type].number)
     architectures.write_keys(writer, config, plan.architecture)
     plan.tokenizer.write(writer)
@@ -41,7 +41,7 @@ def open_writer(plan: GgufPlan, file: Path) -> GGUFWriter:
 
 
 def header_bytes(plan: GgufPlan) -> int:
-    """Bytes of a file without the tensors of the plan, whatever their types."""
+    """Returns a file's bytes without the plan's tensors; they do not depend on the tensors' types."""
     with TemporaryDirectory(prefix="headrace-gguf-") as folder:
         file = Path(folder) / "model.gguf"
         open_writer(plan, file).close()

@@ -1,9 +1,9 @@
-"""llama.cpp by ctypes, from the shared library in the wheel `xllamacpp`, which exports the whole of llama.h.
+"""Calls llama.cpp through ctypes, from the shared library in the wheel `xllamacpp`, which exports all of llama.h.
 
-Only for a process of its own: an error in C ends the process. The parameter structs, whose fields change between
-versions of llama.cpp, begin as the library's own defaults, and only fields at their head are set; each is declared
-with room behind it, so that fields which a version adds at the end are carried along.
-Source of the declarations: llama.cpp, include/llama.h and ggml/include/ggml.h, October 2026.
+Use it only in a separate process: an error in C ends the process. The fields of parameter structs change between
+versions of llama.cpp. The structs therefore start as the library's own defaults, and only their first fields are set;
+each declaration has room at its end for fields that later versions append. Source of the declarations: llama.cpp,
+include/llama.h and ggml/include/ggml.h, October 2026.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 PACKAGE = "xllamacpp"
 _ROOM = 512
 _CONTEXT_STEP = 256
-"""Positions of a sequence in llama.cpp are a multiple of this."""
+"""Number whose multiples are the possible numbers of positions of a sequence in llama.cpp."""
 
 
 class _ModelParameters(ctypes.Structure):
@@ -59,13 +59,13 @@ def installed() -> bool:
 
 
 def version() -> str:
-    """The version of the package; its last number is llama.cpp's build."""
+    """Returns the version of the package; its last number is llama.cpp's build."""
     return version_of(PACKAGE)
 
 
 @cache
 def library() -> Any:
-    """The shared library, with the types of the functions that are used.
+    """Loads the shared library, and declares the types of the functions used.
 
     Raises:
         ImportError: the package is not installed.
@@ -122,7 +122,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _BatchToken(NamedTuple):
-    """A token of a batch: its position in its sequence, and whether its logits are wanted."""
+    """A token of a batch: its position in its sequence, and whether to return its logits."""
 
     token: int
     position: int
@@ -135,10 +135,10 @@ class Model:
 
     Args:
         path: the file.
-        threads: number of threads; llama.cpp's own default when None.
+        threads: number of threads; None for llama.cpp's default.
 
     Raises:
-        RuntimeError: llama.cpp cannot load it; it has printed why.
+        RuntimeError: llama.cpp cannot load the file; it has printed the reason.
     """
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -151,10 +151,10 @@ class Model:
         self.vocabulary_size = int(self._library.llama_vocab_n_tokens(self._vocabulary))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
         Args:
-            add_special: whether to add the ids that the file says to put in front or behind (BOS, EOS).
+            add_special: whether to add the BOS and EOS ids as the file specifies.
             parse_special: whether the text of a special token becomes that token.
         """
         raw = text.encode()
@@ -166,7 +166,7 @@ class Model:
         return list(ids[:count])
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits float32 [T, V] of T token ids, which are one sequence.
+        """Returns logits float32 [T, V] of one sequence of T token ids.
 
         Raises:
             RuntimeError: llama.cpp does not run the model.
@@ -176,11 +176,11 @@ class Model:
             return self._decode(context, batch, entries)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """Continues prompts by greedy decoding, all sequences in one batch; does not stop at the end of a text.
+        """Continues prompts by greedy decoding, all sequences in one batch; does not stop at end-of-text.
 
         Args:
-            prompts: token ids [B][P], of one length.
-            tokens: N, at least 1.
+            prompts: token ids [B][P], all of one length.
+            tokens: number of tokens to generate, N, at least 1.
 
         Returns:
             ids [B][N].
@@ -204,7 +204,7 @@ class Model:
 
     @contextmanager
     def _context(self, positions: int, *, tokens: int, sequences: int) -> Iterator[tuple[Any, Any]]:
-        """A context of `positions` positions, over all sequences, and a batch of `tokens` tokens."""
+        """Makes a context with `positions` positions over all sequences, and a batch of `tokens` tokens."""
         parameters = self._library.llama_context_default_params()
         parameters.n_ctx, parameters.n_seq_max = positions, sequences
         parameters.n_batch = parameters.n_ubatch = tokens
@@ -221,7 +221,7 @@ class Model:
             self._library.llama_free(context)
 
     def _decode(self, context: Any, batch: Any, entries: Sequence[_BatchToken]) -> npt.NDArray[np.float32]:
-        """Logits float32 [wanted, V] of the entries that want them."""
+        """Decodes a batch; returns logits float32 [wanted, V] of the entries whose logits are wanted."""
         batch.n_tokens = len(entries)
         for number, each in enumerate(entries):
             batch.token[number], batch.pos[number] = each.token, each.position

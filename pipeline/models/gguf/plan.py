@@ -23,7 +23,7 @@ class GgufTensor:
     Attributes:
         name: name in the file.
         sources: names in the folder: one, or one for each expert in their order.
-        shape: shape in the file, with the row last.
+        shape: shape in the file; the last dim is the row.
         type: type of ggml.
     """
 
@@ -57,11 +57,11 @@ class GgufPlan:
 
     @property
     def quantized(self) -> tuple[GgufTensor, ...]:
-        """The tensors that are not in floating point."""
+        """Tensors that are not stored in floating point."""
         return tuple(tensor for tensor in self.tensors if tensor.type not in FLOATING_POINT)
 
     def check_context(self, length: int) -> None:
-        """Refuses windows of `length` tokens that the file's attention does not span.
+        """Refuses windows of `length` tokens if the file's attention does not cover them.
 
         Raises:
             ConfigError: llama.cpp's loader has no sliding window for the architecture.
@@ -78,7 +78,7 @@ def plan_file(source: ModelFolder, type_name: str) -> GgufPlan:
     """Checks that a folder can be written as a GGUF file.
 
     Raises:
-        ConfigError: the architecture, the tokenizer, a tensor or the type cannot be written; says what can.
+        ConfigError: the architecture, the tokenizer, a tensor or the type cannot be written; names the possible ones.
     """
     file_type = FILE_TYPES.get(type_name)
     if file_type is None:
@@ -118,4 +118,4 @@ def _tensors(source: ModelFolder, architecture: GgufArchitecture, file_type: Fil
 
 
 _COMPUTED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-"""Buffers that old folders hold, and that are computed."""
+"""Buffers that old folders contain; llama.cpp computes them."""

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, from the tokenizer.json or tokenizer.model of a Hugging Face folder. No torch.
 
-llama.cpp knows byte-level BPE by the name of its split pattern, and sentencepiece's BPE by scores of pieces. A pattern
-without a name, and sentencepiece's unigram, whose segmentation llama.cpp computes in another way, are refused.
+llama.cpp supports byte-level BPE, with a named split pattern, and sentencepiece's BPE, with scores of pieces. Refused
+are patterns without a name, and sentencepiece's unigram, which llama.cpp segments differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.models.split_names import refused, sentencepiece_bpe, split_name
 _BPE, _SENTENCEPIECE = "gpt2", "llama"
 _DEFAULT = "default"
 _ENDS = ("eos", "eot", "eom")
-"""Tokens at which llama.cpp stops: end of text, of a turn, of a message; all the same to it (`llama_vocab_is_eog`)."""
+"""Tokens at which llama.cpp stops: end of text, turn or message; it treats all alike (`llama_vocab_is_eog`)."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class GgufTokenizer:
     Attributes:
         model: "gpt2" (byte-level BPE) or "llama" (sentencepiece BPE).
         split: name of the split pattern; "default" with sentencepiece.
-        tokens: text of every token by id, as many as the model has.
+        tokens: text of every token by id; as many as the model's rows.
         types: type of every token, a number of `gguf.TokenType`.
         merges: merges of byte-level BPE, "left right"; empty for sentencepiece.
         scores: scores of sentencepiece's pieces; None for byte-level BPE.
-        ids: "bos", "eos", "unknown", "padding" -> id; "eot" and "eom" for the other tokens that end a generation.
+        ids: "bos", "eos", "unknown", "padding" -> id; also "eot" and "eom", further tokens that end a generation.
         adds_bos: whether the Hugging Face tokenizer puts BOS in front.
         chat_templates: name -> template in Jinja; programs use "default".
     """
@@ -88,10 +88,10 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> GgufTokenizer:
 
     Args:
         folder: folder with tokenizer.json, and with tokenizer.model where sentencepiece made it.
-        vocabulary: V, rows of the embedding; ids without a token are filled up.
+        vocabulary: V, rows of the embedding; ids without a token get filler tokens.
 
     Raises:
-        ConfigError: there is none, or llama.cpp has none that gives the same ids.
+        ConfigError: there is no tokenizer, or llama.cpp has none that gives the same ids.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -117,7 +117,7 @@ def _byte_level_tokens(raw: Mapping[str, Any], vocabulary: int) -> tuple[list[st
 
 
 def _place_added(tokens: list[str], types: list[int], raw: Mapping[str, Any], *, begin: int = 0) -> None:
-    """Places the tokens of a tokenizer.json that were added to its model, from id `begin` on."""
+    """Places a tokenizer.json's added tokens, from id `begin` on."""
     for added in raw.get("added_tokens") or ():
         if added["id"] >= begin:
             kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
@@ -129,7 +129,7 @@ def _sentencepiece(folder: Path, raw: Mapping[str, Any], about: Mapping[str, Any
     tokens, types = _filled(vocabulary)
     scores = [0.0] * vocabulary
     for number, piece in enumerate(proto.pieces):
-        _place(tokens, types, number, piece.piece, TokenType(piece.type))  # the numbers of sentencepiece are gguf's
+        _place(tokens, types, number, piece.piece, TokenType(piece.type))  # gguf uses sentencepiece's numbers
         scores[number] = piece.score
     _place_added(tokens, types, raw, begin=len(proto.pieces))
     known = {token: number for number, token in enumerate(tokens)}
@@ -165,7 +165,7 @@ def _special_ids(folder: Path, about: Mapping[str, Any], known: Mapping[str, int
 
 
 def _ends(folder: Path) -> list[int]:
-    """The tokens that end a generation: from generation_config.json, else from config.json, as in transformers."""
+    """Reads the tokens that end a generation, from generation_config.json or else config.json, as transformers does."""
     given = read_generation(folder)
     if given is None and (folder / "config.json").is_file():
         given = read_json(folder / "config.json")
@@ -183,7 +183,7 @@ def _adds_bos(folder: Path, about: Mapping[str, Any], known: Mapping[str, int]) 
 
 
 def _chat_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> template; files win over tokenizer_config.json, as in transformers."""
+    """Maps names to templates; files take precedence over tokenizer_config.json, as in transformers."""
     given = about.get("chat_template")
     found = {_DEFAULT: given} if isinstance(given, str) else {each["name"]: each["template"] for each in given or ()}
     files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}

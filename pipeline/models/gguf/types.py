@@ -1,9 +1,9 @@
 """The types of GGUF files, and the type of each tensor in them. No torch.
 
-A mix (Q4_K_M and the like) gives some tensors more bits. Ours follows llama.cpp's `llama-quantize` in its purpose: the
-head, or an embedding that is the head too, in 6 bits; the value projections and the down projections of the first and
-last eighth of the layers and of every third one between them in the next type above. A row that is no multiple of 256
-cannot be a K-quant: it falls back to a type with blocks of 32, and one that is no multiple of 32 to F16.
+A mixed type (e.g. Q4_K_M) gives some tensors more bits. Ours follows the intent of llama.cpp's `llama-quantize`. The
+head, or an embedding that is also the head, has 6 bits. The next larger type is used for the value and down projections
+in the first and last eighth of the layers and in every third layer between. Rows whose length is no multiple of 256
+cannot be K-quants: they get a type with blocks of 32, or F16 if the length is no multiple of 32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 Q = GGMLQuantizationType
 
 _FALLBACK = {Q.Q2_K: Q.Q4_0, Q.Q3_K: Q.Q4_0, Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
-"""K-quant -> the type for rows that are no multiple of 256."""
+"""K-quant -> the type for rows whose length is no multiple of 256."""
 
 FLOATING_POINT = {Q.F32, Q.F16, Q.BF16}
 
@@ -24,16 +24,16 @@ ROUNDING = {
     Q.F32: 0.0, Q.F16: 1e-3, Q.BF16: 4e-3, Q.Q8_0: 0.02, Q.Q6_K: 0.05, Q.Q5_K: 0.1, Q.Q5_0: 0.1, Q.Q5_1: 0.1,
     Q.Q4_K: 0.2, Q.Q4_0: 0.25, Q.Q3_K: 0.4, Q.Q2_K: 0.7,
 }  # fmt: skip
-"""Largest RMS error allowed, as a fraction of the RMS of the tensor: some three times that of normal random weights
-(measured: 0.005 Q8_0, 0.018 Q6_K, 0.036 Q5_K, 0.071 Q4_K, 0.086 Q4_0, 0.15 Q3_K, 0.30 Q2_K), so that it finds a
-tensor that is broken, not one that is hard to quantize."""
+"""Largest RMS error allowed, as a fraction of the tensor's RMS: some three times the error of normal random weights
+(measured: 0.005 Q8_0, 0.018 Q6_K, 0.036 Q5_K, 0.071 Q4_K, 0.086 Q4_0, 0.15 Q3_K, 0.30 Q2_K). The limit detects broken
+tensors, not tensors that are hard to quantize."""
 
 BY_GGUF = {Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q8_0}
 """Types that the package gguf computes; the others are computed by libllama."""
 
 
 UNWEIGHTED = FLOATING_POINT | {Q.Q8_0}
-"""Types in which an importance matrix changes nothing: their scales are those of the largest number of a block."""
+"""Types without effect of an importance matrix: their scales depend only on the largest number of a block."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class FileType:
 
     @property
     def needs_libllama(self) -> bool:
-        """Whether the package gguf alone cannot write it."""
+        """Whether the package gguf alone cannot write the type."""
         return not {self.base, self.more, self.head} <= BY_GGUF
 
     @property
     def weighted(self) -> bool:
-        """Whether an importance matrix changes what is written."""
+        """Whether an importance matrix changes the file."""
         return self.base not in UNWEIGHTED
 
 
@@ -74,7 +74,7 @@ FILE_TYPES = {
     "Q4_0": FileType(Q.Q4_0, Q.Q4_0, Q.Q8_0, LlamaFileType.MOSTLY_Q4_0),
     "Q3_K_M": FileType(Q.Q3_K, Q.Q5_K, Q.Q6_K, LlamaFileType.MOSTLY_Q3_K_M),
     "Q2_K": FileType(Q.Q2_K, Q.Q4_K, Q.Q6_K, LlamaFileType.MOSTLY_Q2_K),
-    # every tensor a type of its own; before the choice, BF16
+    # every tensor has its own type; before the choice, BF16
     "mixed": FileType(Q.BF16, Q.BF16, Q.BF16, LlamaFileType.GUESSED),
 }
 """llama.cpp's name -> type of file."""
@@ -82,11 +82,11 @@ FILE_TYPES = {
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _MORE = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
 _FULL = re.compile(r"(_norm|ffn_gate_inp|position_embd|rope_freqs)\b")
-"""Pattern of tensors that are not rounded, and small: norms, routers, positions and frequencies."""
+"""Pattern of small tensors that are not rounded: norms, routers, positions and frequencies."""
 
 
 def type_of(name: str, shape: tuple[int, ...], file_type: FileType, *, layers: int, tied: bool) -> GGMLQuantizationType:
-    """The type of one tensor.
+    """Returns the type of one tensor.
 
     Args:
         name: name of the tensor in the file.
@@ -113,7 +113,7 @@ def more_bits(layer: int, layers: int) -> bool:
 
 
 def fitting(wanted: GGMLQuantizationType, width: int) -> GGMLQuantizationType:
-    """The type, or the nearest one whose blocks divide a row of `width`."""
+    """Returns the type, or the nearest type whose blocks divide a row of `width`."""
     while width % GGML_QUANT_SIZES[wanted][0]:
         wanted = _FALLBACK.get(wanted, Q.F16)
     return wanted

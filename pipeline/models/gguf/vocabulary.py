@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file, read back and compared with a tokenizer. No torch."""
+"""Reads the tokens of a GGUF file and compares them with a tokenizer. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foundation.errors import DataError
 
 
 def stored_tokens(file: Path) -> list[str]:
-    """Every token of a GGUF file by its id; ids that no token has are called [PAD<id>] by most writers.
+    """Reads every token of a GGUF file by id; most writers call unused ids [PAD<id>].
 
     Raises:
         DataError: the file is damaged or has no tokens.
@@ -25,10 +25,10 @@ def stored_tokens(file: Path) -> list[str]:
 
 
 def first_difference(tokens: list[str], tokenizer: Path) -> str | None:
-    """Describes the first difference between a GGUF file's tokens and a tokenizer.json; None where there is none.
+    """Describes the first difference between a GGUF file's tokens and a tokenizer.json; None if they agree.
 
     Args:
-        tokens: tokens of the file, by id; there may be more, as in models whose vocabulary is filled up.
+        tokens: tokens of the file, by id; there may be more than the tokenizer's, if the vocabulary is padded.
         tokenizer: the tokenizer.json.
     """
     from tokenizers import Tokenizer  # noqa: PLC0415
@@ -36,6 +36,6 @@ def first_difference(tokens: list[str], tokenizer: Path) -> str | None:
     for token, number in sorted(Tokenizer.from_file(str(tokenizer)).get_vocab().items(), key=lambda item: item[1]):
         if number >= len(tokens):
             return f"it has no id {number}, which is {token!r}"
-        if tokens[number] != token and tokens[number] != token.replace("\u2581", " "):  # as some converters write it
+        if tokens[number] != token and tokens[number] != token.replace("\u2581", " "):  # some converters write it so
             return f"its id {number} is {tokens[number]!r}, not {token!r}"
     return None

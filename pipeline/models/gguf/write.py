@@ -1,6 +1,6 @@
 """Writes model.gguf from a Hugging Face folder, tensor by tensor; reads it back and compares it.
 
-At most one tensor is in memory, or one layer's experts of one projection.
+At most one tensor, or one projection of a layer's experts, is in memory.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def write(
 
     Args:
         plan: plan from `plan_file`.
-        folder: folder to write into, which exists.
-        importance: tensor in the Hugging Face folder -> weight of the squared error of each of its inputs, float32
-            [inputs]; equal weights when None, or for a tensor that is not in it.
-        progress: function called with (tensors written, all tensors).
+        folder: existing folder to write into.
+        importance: name in the Hugging Face folder -> weight of each input's squared error, float32 [inputs]; None, or
+            a missing name, means equal weights.
+        progress: function called with (tensors written, total tensors).
     """
     writer = open_writer(plan, folder / FILE)
     weights = Weights(plan.source.path)
@@ -57,12 +57,12 @@ def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _a
     """Reads `model.gguf` back and compares every tensor with the original's.
 
     Args:
-        plan: plan that the file was written by.
+        plan: plan with which the file was written.
         folder: folder with the file.
         progress: function called with (tensors compared, all tensors).
 
     Raises:
-        DataError: a tensor is missing, or it differs by more than its type rounds.
+        DataError: a tensor is missing, or differs by more than the rounding of its type.
     """
     stored = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
     weights = Weights(plan.source.path)
@@ -81,19 +81,19 @@ def check(plan: GgufPlan, folder: Path, *, progress: Progress = lambda _done, _a
 
 
 def _values(tensor: GgufTensor, weights: Weights, plan: GgufPlan) -> Array:
-    """The values of a tensor, fp32, in the file's shape."""
+    """Reads the values of a tensor, fp32, in the file's shape."""
     config, kind = plan.source.config, plan.architecture
     values = [architectures.stored_value(name, weights.read(name), config, kind) for name in tensor.sources]
     return np.stack(values) if len(tensor.shape) == 3 else values[0]
 
 
 def encoded(value: Array, kind: GGMLQuantizationType, importance: Sequence[Array | None] = ()) -> Any:
-    """Converts a tensor to a type of ggml: float32 or float16 of its shape, or its rows' bytes, uint8 [..., bytes].
+    """Converts a tensor to a ggml type: float32 or float16 of its shape, or the bytes of its rows, uint8 [..., bytes].
 
     Args:
-        value: fp32 [O, I], or of experts [E, O, I].
-        kind: type of ggml.
-        importance: weights [I] of squared errors, for the matrix or for each expert's; None for equal weights.
+        value: fp32 [O, I], or [E, O, I] for experts.
+        kind: ggml type.
+        importance: weights [I] of squared errors, for the matrix or for each expert's matrix; None for equal weights.
     """
     weighed = [None if kind in UNWEIGHTED else each for each in importance]
     if kind in BY_GGUF and not any(each is not None for each in weighed):
@@ -119,7 +119,7 @@ class Weights:
         self._files = {name: info.file for name, info in stored_tensors(folder).items()}
 
     def read(self, name: str) -> Array:
-        """One tensor, fp32."""
+        """Returns one tensor, fp32."""
         with safe_open(self._files[name], framework="pt") as opened:
             value: Array = opened.get_tensor(name).to(torch.float32).numpy()
             return value

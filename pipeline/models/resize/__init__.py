@@ -1,1 +1,1 @@
-"""Smaller configs of an architecture: scaled in width for scaling ladders, shrunk to a tiny one for proofs."""
+"""Makes smaller configs of an architecture: scaled in width for scaling ladders, or shrunk to tiny for proofs."""

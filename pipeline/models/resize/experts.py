@@ -8,20 +8,20 @@ from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.routers import EXPERTS
 
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Names of the number of layers without experts before all others."""
+"""Keys for the number of layers without experts at the beginning."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""Names of the number of experts of a token."""
+"""Keys for the number of experts per token."""
 _GROUPS = ("n_group", "num_expert_group")
-"""Names of the number of groups of experts; a token's experts are of `topk_group` of them."""
+"""Keys for the number of groups of experts; a token's experts are in `topk_group` of the groups."""
 _PERIODS = (
     *("decoder_sparse_step", "expert_layer_period", "moe_layer_interval", "moe_layer_freq"),
     "interleave_moe_layer_step",
 )
-"""Names of the period at which layers have experts, in layers."""
+"""Keys for the period, in layers, at which layers have experts."""
 
 
 def few_experts(given: HfFields) -> dict[str, int]:
-    """Keys for four experts, two per token; where groups of experts are chosen first, for two groups of four."""
+    """Returns keys for four experts, two per token; if groups are chosen first, for two groups of four experts."""
     chosen = {key: min(given[key], 2) for key in _CHOSEN if given.get(key)}
     groups = max(given.get(key) or 1 for key in _GROUPS)
     if groups == 1:
@@ -32,14 +32,14 @@ def few_experts(given: HfFields) -> dict[str, int]:
 
 
 def with_experts_inside(given: HfFields) -> Iterator[tuple[str, HfFields]]:
-    """Sections of a config that hold its number of experts, by key: `ffn_config` of DBRX."""
+    """Yields sections of a config that contain the number of experts, by key, e.g. `ffn_config` in DBRX."""
     return (
         (key, each) for key, each in given.items() if isinstance(each, dict) and not each.keys().isdisjoint(EXPERTS)
     )
 
 
 def depth_with_experts(given: HfFields, total: int) -> int:
-    """Layers until the first with experts, after one dense layer where dense ones come first; 0 without one."""
+    """Layers up to the first with experts, keeping one dense layer if dense layers come first; 0 without experts."""
     period = max([1, *(given[key] for key in _PERIODS if isinstance(given.get(key), int))])
     dense, without = any(given.get(key) for key in DENSE_FIRST), given.get("mlp_only_layers") or []
     return next((layer + 1 for layer in range(dense + period - 1, total, period) if layer not in without), 0)

@@ -1,9 +1,8 @@
-"""Scales a model config down to any width: a smaller model of the same architecture and shape, for scaling ladders.
+"""Scales a model config down to any width, for scaling ladders: a smaller model with the same architecture and shape.
 
-`shrink` makes the tiniest model with the same code paths; here proportions are kept, so that a law fitted to several
-sizes holds for the next one. Width, feed-forward widths and depth shrink alike. Heads keep their size and become fewer
-where there are enough of them, else they become smaller. The standard deviation of initial values follows
-1 / sqrt(width).
+`shrink` makes the smallest model with the same code paths. `scale` keeps proportions, so that a law fitted to several
+sizes holds for the next one. Width, feed-forward widths and depth shrink alike. If there are enough heads, their number
+shrinks, otherwise their size. The standard deviation of initial values is proportional to 1 / sqrt(width).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import DERIVED, WIDTHS, minimum_depth, per_layer, repeated
 
 _FEWEST_GROUPS = 8
-"""Key/value heads from which on the number of heads is scaled; with fewer there are too few widths to choose from."""
+"""Least number of key/value heads at which the number of heads is scaled; fewer would allow too few widths."""
 _SMALLEST_HEAD, _HEAD_MULTIPLE, _WIDTH_MULTIPLE = 4, 2, 8
 _FEWEST_LAYERS = 4
-"""Smallest depth after scaling: a model of one layer differs from one of two in more than size."""
+"""Smallest depth after scaling: a one-layer model differs from a two-layer model in more than size."""
 _NOT_SCALED = (
     *(
         "kv_lora_rank",
@@ -36,18 +35,18 @@ _NOT_SCALED = (
     ),
     *("d_head", "word_embed_proj_dim", "rotary_dim", "per_layer_config", "hidden_size_per_layer_input"),
 )
-"""Keys of architectures with sizes of their own, which no rule here scales."""
+"""Keys of architectures with further sizes, which no rule here scales."""
 
 
 def scale(config: PretrainedConfig, width: float) -> PretrainedConfig:
-    """The config of a smaller model.
+    """Makes the config of a smaller model.
 
     Args:
         config: config of the large model.
-        width: ratio of the hidden sizes, in (0, 1]; the nearest possible one is taken.
+        width: ratio of the hidden sizes, in (0, 1]; the nearest possible ratio is used.
 
     Raises:
-        ConfigError: the architecture has sizes that are not known to scale, or transformers refuses the smaller ones.
+        ConfigError: the architecture has sizes that no rule scales, or transformers refuses the smaller sizes.
     """
     given = {key: value for key, value in config.to_dict().items() if key not in DERIVED}
     _check_known(config, given)
@@ -83,12 +82,12 @@ def scale(config: PretrainedConfig, width: float) -> PretrainedConfig:
 
 
 def section_of(scaled: PretrainedConfig, original: PretrainedConfig, given: Mapping[str, Any] | None) -> HfFields:
-    """A scaled config as the `model.config` section of a training config.
+    """Converts a scaled config to the `model.config` section of a training config.
 
     Args:
         scaled: config from `scale`.
         original: config of the large model.
-        given: the large model's section, whose keys are kept unless they were scaled; None where its model is a folder.
+        given: the large model's section, whose unscaled keys are kept; None if the model is a folder.
     """
     known = known_keys(scaled.model_type) | optional_keys(scaled.model_type)
     before = original.to_dict()
@@ -105,7 +104,7 @@ def _depth(total: int, ratio: float) -> int:
 
 
 def _heads(config: PretrainedConfig, given: HfFields) -> tuple[int, int, int]:
-    """Heads, key/value heads and head size."""
+    """Returns heads, key/value heads and head size."""
     heads = int(global_value(config, "num_attention_heads"))
     groups = int(given.get("num_key_value_heads") or heads)
     return heads, groups, int(given.get("head_dim") or config.hidden_size // heads)

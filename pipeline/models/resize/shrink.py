@@ -1,6 +1,6 @@
 """Shrinks a model config to a tiny model of the same architecture, with the same code paths, for tests and proofs.
 
-Whatever selects code paths is kept (layer types, tied embeddings, biases, windows, experts, grouped heads, an explicit
+Settings that select code paths stay (layer types, tied embeddings, biases, windows, experts, grouped heads, an explicit
 head size); only sizes are reduced.
 """
 
@@ -21,7 +21,7 @@ from pipeline.models.resize.experts import DENSE_FIRST, depth_with_experts, few_
 from pipeline.models.routers import EXPERTS
 
 HEAD_SIZE = 8
-"""Features of a head; the rotated part of them stays even with partial_rotary_factor 0.25 to 1."""
+"""Features of a head; the number of rotated features is even with partial_rotary_factor 0.25 to 1."""
 
 WINDOW = 12
 """Positions of a sliding window: fewer than a short test sequence has."""
@@ -43,7 +43,7 @@ _SMALL = {
     "num_nextn_predict_layers": 0,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
-    # named by single architectures (GPT-J, Gemma 4, LongCat-Flash, Bailing)
+    # keys of single architectures (GPT-J, Gemma 4, LongCat-Flash, Bailing)
     "rotary_dim": HEAD_SIZE,
     "hidden_size_per_layer_input": HEAD_SIZE,
     "zero_expert_num": 2,
@@ -55,7 +55,7 @@ _THRESHOLDS = (
     *("index_topk", "indexer_budget", "keep_window_size", "attention_window_size"),
     *("chunk_size", "mamba_chunk_size", "block_size", "index_block_size"),
 )
-"""Keys of lengths at which a model's computation changes."""
+"""Keys for lengths at which a model's computation changes."""
 _OF_POSITIONS = re.compile(
     "position|length|window|chunk|block_size|budget|index_topk|floor_scale|context|compress_rate"
 )
@@ -67,7 +67,7 @@ WIDTHS = (
 )
 _LAYERS, _SHARED = "num_hidden_layers", "num_kv_shared_layers"
 _KINDS = 4
-"""A list with one entry per layer and more distinct values than this does not list layer types."""
+"""Largest number of distinct values in a list of layer types."""
 _LISTS = ("intermediate_size", "activation_sparsity_pattern")
 """Lists with one entry per layer whose names do not say so (Gemma 3n)."""
 _REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
@@ -78,16 +78,16 @@ DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type",
 def shrink(
     config: PretrainedConfig, *, divide: int, layers: int, vocab_size: int, lengths: tuple[int, int] | None = None
 ) -> PretrainedConfig:
-    """The config of a tiny model of the same architecture.
+    """Makes the config of a tiny model of the same architecture.
 
     Args:
         config: config of the real model.
-        divide: number of ranks that share the heads in the layout to test (tp x cp). The shrunk numbers of heads and
-            key/value heads are divisible by it where the real ones are.
+        divide: number of ranks that share the heads in the layout to test (tp x cp). It divides the shrunk numbers of
+            heads and key/value heads if it divides the real ones.
         layers: minimum number of decoder layers; more if needed for every layer type to appear.
         vocab_size: vocabulary size of the tiny model.
-        lengths: positions of the real model's sequences, and of the tiny model's: a threshold that the first cross
-            becomes at most half of the second. Thresholds are kept when None.
+        lengths: positions of the real model's sequences, and of the tiny model's. A threshold below the first becomes
+            at most half of the second. None keeps all thresholds.
 
     Raises:
         ConfigError: transformers does not accept the small sizes for this architecture.
@@ -102,7 +102,7 @@ def shrink(
     if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
         depth *= 2
     small: HfFields = {**given, "vocab_size": vocab_size}
-    # LongCat-Flash computes num_hidden_layers: two for each of its num_layers
+    # LongCat-Flash computes num_hidden_layers as twice its num_layers
     small |= dict.fromkeys([key for key in (alias.get(_LAYERS, _LAYERS), "num_layers") if key in given][:1], depth)
     small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and isinstance(value, int)}
@@ -138,7 +138,7 @@ def shrink(
 
 
 def not_reached(config: PretrainedConfig, *, lengths: tuple[int, int]) -> dict[str, int]:
-    """Thresholds in positions that the real model's sequences cross and the tiny model's do not: key -> positions.
+    """Returns thresholds that the real model's sequences cross and the tiny model's do not: key -> positions.
 
     Args:
         config: config of the tiny model.
@@ -158,7 +158,7 @@ def _integers(values: HfFields, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _crossed(key: str, value: Any, real: int, tiny: int) -> Any:
-    """Sets a threshold so that `tiny` positions cross it if `real` positions do; other values of a config stay."""
+    """Sets a threshold so that `tiny` positions cross it if `real` positions do; other values stay unchanged."""
     if isinstance(value, dict):
         return {name: _crossed(name, each, real, tiny) for name, each in value.items()}
     if key in _THRESHOLDS and isinstance(value, int):
@@ -167,9 +167,9 @@ def _crossed(key: str, value: Any, real: int, tiny: int) -> Any:
 
 
 def minimum_depth(given: HfFields, total: int, layers: int) -> int:
-    """At least two layers, and enough for every layer type to appear (e.g. one global after five local ones).
+    """Returns at least two layers, and enough for every layer type to appear (e.g. one global after five local ones).
 
-    Zamba's "hybrid" layers share an attention block, for which transformers wants two of them.
+    Zamba's "hybrid" layers share an attention block, for which transformers needs two such layers.
     """
     lists = [value for key, value in given.items() if per_layer(key, value, total)]
     needed = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
@@ -183,12 +183,12 @@ def per_layer(key: str, value: Any, total: int) -> bool:
 
 
 def repeated(values: list[Any], count: int) -> list[Any]:
-    """The first `count` values of a list that is repeated."""
+    """Returns the first `count` values of a repeated list."""
     return [values[i % len(values)] for i in range(count)]
 
 
 def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFields:
-    """Number and size of heads, and a hidden size in the original proportion to them."""
+    """Returns the number and size of heads, and a hidden size in the original proportion to them."""
     alias = config.attribute_map
     heads = int(global_value(config, "num_attention_heads"))
     groups = int(given.get("num_key_value_heads") or heads)
@@ -220,7 +220,7 @@ def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFiel
 
 
 def _hidden_size(ratio: float, heads: int, *, unit: int) -> int:
-    """A multiple of `unit` near `ratio` times the width of all heads, which it equals only where the ratio is 1."""
+    """Returns a multiple of `unit` near `ratio` times the width of all heads; equals that width only for ratio 1."""
     nearest = max(round(ratio * heads / unit) * unit, HEAD_SIZE)
     if nearest != heads or ratio == 1:
         return nearest
@@ -228,13 +228,13 @@ def _hidden_size(ratio: float, heads: int, *, unit: int) -> int:
 
 
 def _unit(given: HfFields) -> int:
-    """Divisor of widths: grouped products of experts take rows of a multiple of 16 bytes, eight numbers in bf16."""
+    """Divisor of widths: rows in experts' grouped products must be multiples of 16 bytes, eight bf16 numbers."""
     mixture = any(given.get(key) for key in EXPERTS) or any(True for _ in with_experts_inside(given))
     return 8 if mixture else 4
 
 
 def _states(given: HfFields, hidden: int) -> dict[str, int]:
-    """Heads of Mamba-2 layers, whose sizes must multiply to the width of the layer (Bamba, Granite 4)."""
+    """Returns the number and size of Mamba-2 heads, whose product must be the width of the layer (Bamba, Granite 4)."""
     if not all(isinstance(given.get(key), int) for key in ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
         return {}
     width = given["mamba_expand"] * hidden
@@ -249,7 +249,7 @@ def _states(given: HfFields, hidden: int) -> dict[str, int]:
 
 
 def _single_layers(given: HfFields, small: HfFields, depth: int) -> HfFields:
-    """Sizes of single layers that differ from the others, scaled in proportion to the small model."""
+    """Returns the sizes of single layers that differ from the others, scaled in proportion to the small model."""
     own = given.get("per_layer_config")
     if not own:
         return {}
@@ -261,7 +261,7 @@ def _single_layers(given: HfFields, small: HfFields, depth: int) -> HfFields:
 
     kept = {int(layer): values for layer, values in own.items() if int(layer) < depth}
     sizes = {n: {k: shrunk(k, v) for k, v in values.items()} for n, values in kept.items()}
-    parts = ("qk_nope_head_dim", "qk_rope_head_dim")  # of which a head consists (Dots 3)
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")  # parts of a head (Dots 3)
     for number, values in kept.items():
         size = {**given, **values}.get("head_dim")
         whole = sum({**given, **values}.get(part) or 0 for part in parts)
@@ -282,7 +282,7 @@ def _widths(given: HfFields, hidden: int, small_hidden: int, divide: int, layers
 
 
 def _rope(given: HfFields, config: PretrainedConfig) -> HfFields:
-    """RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
+    """Returns RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
     rope = given.get("rope_parameters")
     if not isinstance(rope, dict):
         return {}

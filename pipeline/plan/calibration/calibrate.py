@@ -32,13 +32,13 @@ DEFAULT_FILE = "machine.json"
 _TRAINER_IMPORTS = (
     "import pipeline.run.session; from pipeline.runtime.metrics import memory; print(memory.resident_peak())"
 )
-"""Program that prints the resident bytes of a process with the trainer's imports. It is text because the trainer
+"""Program that prints the resident bytes of a process after the trainer's imports. It is a string because the trainer
 imports the planner."""
 _TRAINING = 1.15
-"""Resident bytes of a process that trains over those after the imports: gloo, threads of autograd, workspaces. 384 MB
-were 435 to 450 in runs of 2M parameters in one process and two."""
+"""Resident bytes of a training process over its bytes after the imports: gloo, autograd's threads and workspaces come
+on top. In runs of 2M parameters in one and two processes, 384 MB became 435 to 450."""
 _TOKENS, _HIDDEN = 8, 32
-"""Sizes so small that kernels take almost no time."""
+"""Tokens and hidden size of the timed layers, so small that kernels take almost no time."""
 _FEW, _MANY = 2, 6
 """Numbers of layers of the two models whose times are subtracted: work done once for all layers cancels."""
 
@@ -62,12 +62,12 @@ def calibrate_command(file: str | None) -> int:
 
 
 def calibrated() -> Machine:
-    """Measures the present machine."""
+    """Measures this machine."""
     device = pick_device()
     gpu = device.type == "cuda"
     threads = torch.get_num_threads()
     try:
-        if not gpu:  # a rank has a core
+        if not gpu:  # each rank has one core
             torch.set_num_threads(1)
         ranks = between_ranks(ranks=_devices() if gpu else min(_devices(), 2))
         measured = _measured(device, ranks)
@@ -142,7 +142,7 @@ def _dtypes(measured: MeasuredSection) -> list[Dtype]:
 
 
 def _shares(products: Sequence[MeasuredProduct], dtype: str, peak: float) -> list[float]:
-    """Least, median and most FLOP/s of the products of a dtype, over the peak."""
+    """Least, median and most FLOP/s of the products of a dtype, each divided by the peak."""
     own = [each.flops_per_s for each in products if each.dtype == dtype]
     low, high = min(each[0] for each in own), max(each[2] for each in own)
     return [low / peak, statistics.median(each[1] for each in own) / peak, high / peak]
@@ -159,7 +159,7 @@ def _memory(device: torch.device) -> float:
 def _overhead() -> dict[str, list[float]]:
     """Measures the resident bytes of a CPU process that can train, before it has a tensor.
 
-    In a process of its own: this one has measured products and copies, and never gives back their memory.
+    Runs in a new process: this one has measured products and copies, and never gives their memory back.
     """
     done = subprocess.run([sys.executable, "-c", _TRAINER_IMPORTS], capture_output=True, text=True, check=True)
     resident = _TRAINING * float(done.stdout)
@@ -209,7 +209,7 @@ def _line(label: str, text: str) -> str:
 def host_seconds() -> tuple[float, float]:
     """Seconds of a layer like Llama's on the CPU, eager, for one micro-batch: its forward and its backward pass.
 
-    Measured is the CPU time of this thread, which includes autograd's backward pass on a CPU: the result is a
+    The CPU time of this thread is measured, which includes autograd's backward pass on a CPU. The result is a
     difference of two measurements, and other work on the core may take longer than either.
     """
     few, many = _passes(_FEW), _passes(_MANY)

@@ -40,7 +40,7 @@ def score_command(runs: Sequence[str], machine: Machine | None, *, save: str | N
         as_json: whether to print one JSON object in the place of the table.
 
     Raises:
-        ConfigError, DataError: a run cannot be scored, or the file is there already.
+        ConfigError, DataError: a run cannot be scored, or the file already exists.
     """
     _check_target(save)
     measured = [read_measured(path) for path in runs]

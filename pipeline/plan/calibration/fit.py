@@ -23,7 +23,7 @@ from pipeline.runtime.machines.machine import (
 )
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "data_parallel")
-"""Parts of a step whose time depends on the links; all others but checkpoints depend on the device."""
+"""Parts of a step whose time depends on the links; all other parts but checkpoints depend on the device."""
 
 SHARE = 0.05
 """Share of a step that communication must take in some run before the factor of the links is fitted."""
@@ -33,11 +33,11 @@ _ROUNDS = 5
 
 
 def fitted(scores: Sequence[Score], machine: Machine) -> Machine:
-    """Fits a machine to these runs: rates of the device and of the links by one factor each.
+    """Fits a machine to these runs: one factor for the rates of the device, one for those of the links.
 
-    The factors are those of least squares of the relative errors; without a run in which communication takes a
-    noticeable share, that of the links is 1. Typical rates come from the factors; the ends of the ranges from the runs
-    that were furthest from the fit, and from the quartiles of their steps.
+    The factors minimize the squares of the relative errors. Without a run in which communication takes a noticeable
+    share, the factor of the links is 1. Typical rates come from the factors. The ends of the ranges come from the runs
+    furthest from the fit, and from the quartiles of their steps.
 
     Raises:
         ConfigError: the runs were trained on several kinds of devices.
@@ -78,7 +78,7 @@ def _factors(scores: Sequence[Score]) -> tuple[float, float]:
         device, links = np.linalg.lstsq(seconds / measured[:, None], np.ones(len(scores)), rcond=None)[0]
         if device > 0 and links > 0:
             return float(device), float(links)
-    # relative to what the links take
+    # the links are taken as predicted; the device takes the rest
     device = statistics.median((measured - seconds[:, 1]) / seconds[:, 0])
     if device > 0:
         return float(device), 1.0
@@ -126,7 +126,7 @@ def _with_spread(machine: Machine, scores: Sequence[Score]) -> Machine:
 
     def share_of_peak(share: Range) -> Range:
         least, typical, most = spread(share)
-        return least, typical, min(most, max(typical, MOST_OF_PEAK))  # more than a machine's file may have
+        return least, typical, min(most, max(typical, MOST_OF_PEAK))  # a machine's file may not have more
 
     own = machine.measured
     update = {
@@ -155,7 +155,7 @@ def _slower_measured(own: MeasuredSection, factor: float) -> MeasuredSection:
 
 
 def _overhead(scores: Sequence[Score], machine: Machine) -> OverheadSection:
-    """Fits the overhead: on a CPU resident bytes beside tensors, on a GPU fragmentation as a share of activations."""
+    """Fits the overhead: a CPU process's bytes beside tensors, or a GPU's fragmentation as a share of activations."""
     overhead = machine.overhead
     if not machine.gpu:
         # the typical peak counts the allocator's share of activations too

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the links, kind by kind, that explain measured collectives best."""
+"""Fits latency and bandwidth of the links to measured collectives, for each kind."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ONE_LINK = {"bytes_per_s": 1e9, "latency_s": 1e-4}
 def links_of(
     rows: Sequence[MeasuredCollective],
 ) -> tuple[dict[str, float], dict[Operation, dict[str, float]], list[float]]:
-    """The links of all-reduces and of other collectives, and the share of their bandwidth that is reached.
+    """Returns the links of all-reduces and of other collectives, and the share of their bandwidth that is reached.
 
-    Bandwidths are those of the fastest repetition, and the share has the spread of the largest all-reduce: low,
-    typical, high.
+    Bandwidths are those of the fastest repetition. The share has the spread of the largest all-reduce: low, typical,
+    high.
     """
     if not rows:
         return dict(_ONE_LINK), {}, [1.0, 1.0, 1.0]
@@ -49,7 +49,7 @@ def link_of(rows: Sequence[MeasuredCollective]) -> Link:
     terms = np.array([[_formula(row, latency=True), _formula(row, latency=False)] for row in rows])
     relative = terms / seconds[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(relative, np.ones(len(rows)), rcond=None)
-    if latency <= 0 or per_byte <= 0:  # noise: the largest says the bandwidth
+    if latency <= 0 or per_byte <= 0:  # noise: the largest collective gives the bandwidth
         largest: Any = int(np.argmax(terms[:, 1]))
         latency, per_byte = _LEAST_S, seconds[largest] / terms[largest, 1]
     return Link(float(1 / per_byte), float(latency))

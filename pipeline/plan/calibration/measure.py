@@ -18,17 +18,17 @@ REPEATS = 12
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 GPU_SHAPES = ((4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (16384, 8192, 8192), (8192, 8192, 28672))
-"""(m, k, n) of products on a GPU: projections and MLPs of models of 1B, 8B and 70B, micro-batches of 4,096 to 16,384
-positions."""
+"""(m, k, n) of products on a GPU: projections and MLPs of models of 1B, 8B and 70B parameters, with micro-batches of
+4,096 to 16,384 positions."""
 
 CPU_SHAPES = ((128, 256, 1024), (256, 128, 512), (512, 512, 2048), (1024, 1024, 1024))
 """(m, k, n) of products on a CPU, for models of tests."""
 
 _ROUNDS = 3
-"""Rounds over all shapes: a disturbance of a second does not slow the measurements of one shape alone."""
+"""Rounds over all shapes, so that a disturbance of a second does not slow the measurements of one shape alone."""
 
 _ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
-"""Elements of all weights of a measurement: more than the caches of a GPU or of a single core hold."""
+"""Elements of all weights of a measurement: too many for the caches of a GPU or of a single core."""
 
 Ends = tuple[float, float, float]
 Clock = Callable[[], float]
@@ -43,10 +43,10 @@ def seconds_of(
     least_s: float = 0.02,
     clock: Clock = time.perf_counter,
 ) -> Ends:
-    """Least, median and most seconds of a call, each measured over as many calls as take `least_s`.
+    """Returns the least, median and most seconds of a call, each measured over as many calls as take `least_s`.
 
     Args:
-        call: function to time; it is called twice before, so that kernels are chosen and memory is allocated.
+        call: function to time; it is called twice before timing, so that kernels are chosen and memory is allocated.
         device: device to synchronize with, if it is a GPU.
         repeats: number of measurements.
         least_s: least seconds of a measurement.
@@ -76,7 +76,7 @@ def range_of(values: Sequence[float]) -> Ends:
 
 
 def rates(work: float, seconds: Ends) -> Ends:
-    """Low, typical and high rate of some work that takes so many seconds."""
+    """Low, typical and high rate of some work that takes the given seconds."""
     least, median, most = seconds
     return work / most, work / median, work / least
 
@@ -84,8 +84,8 @@ def rates(work: float, seconds: Ends) -> Ends:
 def products(device: torch.device, shapes: Sequence[tuple[int, int, int]]) -> list[MeasuredProduct]:
     """FLOP/s of linear layers, forward and backward, in every dtype that the device multiplies.
 
-    Three products of 2 m k n FLOPs each, by autograd and in layer after layer, as in a model: no cache holds the
-    weights, and gradients are newly allocated.
+    Each layer takes three products of 2 m k n FLOPs, by autograd. Layers run one after the other, as in a model: no
+    cache holds the weights, and gradients are newly allocated.
 
     Args:
         device: device to measure.
@@ -116,7 +116,7 @@ def _layers(shape: tuple[int, int, int], device: torch.device) -> int:
 def _linear_layers(
     layers: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """A function that runs a forward and a backward pass of linear layers beside each other."""
+    """Returns a function that runs a forward and a backward pass of parallel linear layers."""
     m, k, n = shape
     weights = [torch.randn(n, k, device=device).to(dtype).requires_grad_() for _ in range(layers)]
     inputs, gradients = (torch.randn(m, width, device=device).to(dtype) for width in (k, n))

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from foundation.errors import TrainingError
 from pipeline.plan.calibration.measure import Ends, range_of, seconds_of, timed
 from pipeline.plan.calibration.measure_overlap import all_busy, overlap
 from pipeline.runtime.machines.machine import OVERLAP, MeasuredCollective, Operation
@@ -30,15 +32,15 @@ from pipeline.runtime.machines.machine import OVERLAP, MeasuredCollective, Opera
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the whole tensor of a collective."""
 LARGEST_ON_GPUS = 1 << 28
-"""Bytes of a further size on GPUs; a CPU would take seconds for it."""
+"""Bytes of an additional size on GPUs; a CPU would take seconds for it."""
 _TIMEOUT_S = 600.0
 """Seconds after which the processes are killed, imports included: only a hang takes so long."""
 _REPEATS = 31
 """Number of measurements of a collective."""
 LAYERS = 4
-"""Units in sequence, as in a model: the buffers of one are free when the next needs some."""
+"""Number of units in sequence, as in a model: the buffers of one unit are free when a later one needs some."""
 REPEATS = 21
-"""Forward and backward passes that are measured at each size."""
+"""Number of forward and backward passes that are measured at each size."""
 _WIDTH = 64
 
 
@@ -49,8 +51,8 @@ class RanksMeasured:
     Attributes:
         collectives: seconds of collectives by kind and size; empty for a single device.
         overlap: share of an all-reduce that products hide: low, typical and high.
-        all_busy: rates of products and of copies on all devices at the same time, over those of one device alone; at
-            most 1, and empty for a single device.
+        all_busy: rates of products and of copies on all devices at the same time, over the rates of one device alone;
+            at most 1, and empty for a single device.
     """
 
     collectives: tuple[MeasuredCollective, ...]
@@ -62,7 +64,7 @@ def between_ranks(*, ranks: int) -> RanksMeasured:
     """Measures between `ranks` devices of this node; a single one has neither collectives nor busy neighbours.
 
     Raises:
-        RuntimeError: a process failed; the message has the end of its output.
+        TrainingError: a process failed, or did not end in time; the message has the end of its output.
     """
     if ranks < 2:
         return RanksMeasured((), OVERLAP, {})
@@ -74,15 +76,14 @@ def between_ranks(*, ranks: int) -> RanksMeasured:
         subprocess.Popen([*command, str(rank), str(ranks), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(ranks)
     ]
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_S) for process in started]
-    finally:
+    with ThreadPoolExecutor(ranks) as threads:
+        waiting = [threads.submit(_output, process) for process in started]
+        ended, _ = wait(waiting, return_when=FIRST_EXCEPTION)
         for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"collectives between {ranks} devices failed: {errors.decode()[-1000:]}")
-    found = json.loads(outputs[0][0].splitlines()[-1])
+            process.kill()  # those that wait for one that failed
+    for each in ended:
+        each.result()
+    found = json.loads(waiting[0].result().splitlines()[-1])
     rows = tuple(
         MeasuredCollective(kind=kind, axis="within", ranks=ranks, bytes=size, seconds=tuple(seconds))
         for kind, size, seconds in found["collectives"]
@@ -90,10 +91,25 @@ def between_ranks(*, ranks: int) -> RanksMeasured:
     return RanksMeasured(rows, tuple(found["overlap"]), found["all_busy"])
 
 
-def _collectives(ranks: int, device: torch.device) -> Iterator[tuple[Operation, int, Ends]]:
-    """Measures every kind at every size; on a CPU all-gathers and reduce-scatters as FSDP2 runs them.
+def _output(process: subprocess.Popen[bytes]) -> bytes:
+    """Returns what a process printed once it has ended.
 
-    On a GPU the host runs ahead of them, and FSDP2's copies take little time beside the links.
+    Raises:
+        TrainingError: it failed, or did not end in time.
+    """
+    try:
+        said, errors = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise TrainingError(f"collectives between the devices did not end within {_TIMEOUT_S:.0f} s") from None
+    if process.returncode:
+        raise TrainingError(f"collectives between the devices failed: {errors.decode()[-1000:]}")
+    return said
+
+
+def _collectives(ranks: int, device: torch.device) -> Iterator[tuple[Operation, int, Ends]]:
+    """Measures every kind of collective at every size; on a CPU, all-gathers and reduce-scatters as FSDP2 runs them.
+
+    On a GPU the host runs ahead of the collectives, and FSDP2's copies take little time beside the links.
     """
     unit = 256 * ranks  # shards of equal size
     for least in (*SIZES, LARGEST_ON_GPUS) if device.type == "cuda" else SIZES:
@@ -138,12 +154,8 @@ def main() -> None:
         print(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main()
-
-
 class _Touch(torch.autograd.Function):
-    """An operator that takes a weight without computing; its gradient has the weight's size and arbitrary values."""
+    """An operator that takes a weight without computing; the weight's gradient has its size and arbitrary values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
@@ -171,8 +183,8 @@ class _Layer(nn.Module):
 def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends]:
     """Least, median and most seconds of an all-gather of a unit's weights, and of a reduce-scatter of its gradients.
 
-    On a CPU new buffers and copies take as long as the collective, and torch builds gloo's reduce-scatter from an
-    all-reduce.
+    On a CPU, allocating new buffers and copying take as long as the collective, and torch builds gloo's reduce-scatter
+    from an all-reduce.
 
     Collective: all ranks call it.
 
@@ -188,7 +200,7 @@ def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends
     fully_shard(root, mesh=mesh, reshard_after_forward=False)
     for module in (*root, root):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # as the engine: gloo has no scaled sum
+        module.set_force_sum_reduction_for_comms(True)  # as in the engine: gloo has no scaled sum
     values = torch.ones(1, device=device, requires_grad=True)
     gathers, scatters = [], []
     for _ in range(2 + REPEATS):
@@ -196,3 +208,7 @@ def sharding(size: int, *, ranks: int, device: torch.device) -> tuple[Ends, Ends
         gathers.append(timed(lambda loss=loss: loss.append(root(values)), device) / LAYERS)  # type: ignore[misc]
         scatters.append(timed(lambda loss=loss: loss[0].sum().backward(), device) / LAYERS)  # type: ignore[misc]
     return range_of(gathers[2:]), range_of(scatters[2:])
+
+
+if __name__ == "__main__":
+    main()

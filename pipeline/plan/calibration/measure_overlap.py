@@ -18,18 +18,17 @@ REPEATS = 21
 """Number of measurements of the overlap."""
 
 LONGER = 1.5
-"""Seconds of the products over those of the collective that they run beside."""
+"""Seconds of the products over the seconds of the collective beside which they run."""
 
 _ROUNDS = 3
-"""Number of measurements of busy devices, each beside one of a device alone."""
+"""Number of measurements of busy devices, each beside a measurement of one device alone."""
 
 
 def overlap(device: torch.device) -> Ends:
-    """Share of an all-reduce that products hide: low, typical and high, the means over the ranks.
+    """Share of an all-reduce that products hide: low, typical and high, each the mean over the ranks.
 
-    With c seconds of the all-reduce alone, p of the products alone and b of both at the same time it is
-    (p + c - b) / c, between 0 and 1. The all-reduce is asynchronous: on a GPU it has NCCL's own stream, on a CPU gloo's
-    threads.
+    The share is (p + c - b) / c, between 0 and 1: c seconds of the all-reduce alone, p of the products alone, b of both
+    at the same time. The all-reduce is asynchronous: on a GPU it has NCCL's own stream, on a CPU gloo's threads.
     """
     gradients = torch.ones((1 << 26) if device.type == "cuda" else (1 << 20), device=device)
     product = a_product(device)

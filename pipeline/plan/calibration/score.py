@@ -28,8 +28,8 @@ LEAST_STEPS = 5
 """Fewest timed steps whose median is taken as the time of a step."""
 
 DRIFT = 0.01
-"""Relative difference between today's predicted memory and that when the run was trained, above which it is
-reported."""
+"""Relative difference between the memory predicted today and the memory predicted when the run was trained, above which
+the difference is reported."""
 
 _RESIDENT, _ALLOCATED, _RESERVED = "memory_resident_bytes", "memory_allocated_bytes", "memory_reserved_bytes"
 
@@ -54,8 +54,8 @@ class MeasuredRun:
     Attributes:
         path: directory of the run.
         config: config in the run's manifest.
-        record: the newest event `measured` of its attempts; see `pipeline.run.hooks.measured`.
-        hosts: number of hosts of its ranks, by the event `nodes` of that attempt; 1 without the event.
+        record: newest `measured` event of its attempts; see `pipeline.run.hooks.measured`.
+        hosts: number of hosts, from the `nodes` event of that attempt; 1 without the event.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class MeasuredRun:
         return low, median, high
 
     def peak(self, name: str) -> int | None:
-        """Bytes of the rank that needs most, by a name of `PeakMemory`; None where they were not recorded."""
+        """Bytes of the rank that needs most, by a name of `PeakMemory`; None where memory was not recorded."""
         found = self.record["memory"].get(name)
         return max(found) if found else None
 
@@ -87,12 +87,12 @@ class Score:
     Attributes:
         measured: the trained run.
         planned: the same run, resolved and counted for the prediction.
-        memory: peak of the rank that needs most: on a GPU bytes of tensors, on a CPU resident bytes.
+        memory: peak of the rank that needs most: bytes of tensors on a GPU, resident bytes on a CPU.
         step: median seconds of a step, without checkpoints and evaluations.
         parts: predicted seconds by part of a step.
-        tensors: the formulas' peak of the rank that needs most.
-        drift: relative difference of `tensors` from the peak predicted when the run was trained; None where that was
-            not recorded.
+        tensors: peak by the formulas of the rank that needs most.
+        drift: relative difference of `tensors` from the peak predicted when the run was trained; None where no peak was
+            recorded.
     """
 
     measured: MeasuredRun
@@ -119,7 +119,7 @@ def read_measured(path: str | Path) -> MeasuredRun:
     """Reads a run and its measurements.
 
     Raises:
-        DataError: there is no run, or it has recorded nothing, or too few steps.
+        DataError: the run does not exist, has recorded nothing, or has too few steps.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -158,7 +158,7 @@ def machine_of(run: MeasuredRun) -> Machine:
 
 
 def score(run: MeasuredRun, machine: Machine) -> Score:
-    """Compares a run with the prediction of a machine.
+    """Compares a run's measurements with a machine's prediction.
 
     Raises:
         ConfigError, DataError: the run cannot be planned, e.g. because its architecture has no formulas.

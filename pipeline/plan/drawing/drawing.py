@@ -58,7 +58,7 @@ class Drawing:
 
 
 def svg_of(drawing: Drawing) -> Markup:
-    """Draws the SVG. Colors of text follow the page's (`currentColor`), so that it can be put into any HTML."""
+    """Draws the SVG. Colors of text follow the page's (`currentColor`), so the drawing fits any HTML."""
     scale = (_WIDTH - _LEFT - 8) / drawing.seconds
     height = _TOP + _ROW * len(drawing.rows) + 24
     lines = [
@@ -126,7 +126,7 @@ def page_of(title: str, parts: Sequence[tuple[str, Markup, Markup]]) -> str:
 
     Args:
         title: title of the page.
-        parts: heading, SVG and HTML below it, of each section.
+        parts: sections, each a heading, an SVG and the HTML below it.
     """
     style = (
         ":root{color-scheme:light dark}body{font-family:sans-serif;max-width:1240px;margin:2em auto;padding:0 1em}"

@@ -48,10 +48,10 @@ class Streams:
 
 
 def streams_of(how: DataParallel, rank: RankTime, *, micro_batches: int, engine: str) -> Streams:
-    """Simulates a micro-batch with gathers and reductions: the only one of a step, or one of several that are alike.
+    """Simulates a micro-batch with gathers and reductions: the only one of a step, or one of several equal ones.
 
-    Where weights are gathered or gradients reduced once in a step, it stands for the first forward and the last
-    backward pass. Weights that an engine gathers after the update are left out.
+    Where weights are gathered or gradients reduced once in a step, the micro-batch stands for the first forward and the
+    last backward pass. Weights that an engine gathers after the update are left out.
     """
     units = units_of(rank)
     beside = how.reduce_share > 0

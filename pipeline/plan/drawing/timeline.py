@@ -27,9 +27,9 @@ _NAMES = {
 
 
 def svg(timeline: Timeline) -> Markup:
-    """Draws a row per rank, whose bars have the number of their micro-batch; later virtual stages are paler.
+    """Draws a row per rank: bars have the number of their micro-batch, and later virtual stages are paler.
 
-    Colors of text follow the page's (`currentColor`), so that it can be put into any HTML.
+    Colors of text follow the page's (`currentColor`), so the drawing fits any HTML.
     """
     kinds = sorted({each.instruction.kind for each in timeline.passes}, key=list(_NAMES).index)
     bubble = f"bubble {timeline.bubble:.1%}"

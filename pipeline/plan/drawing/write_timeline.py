@@ -16,7 +16,7 @@ from pipeline.plan.predict.step_time import works_of
 
 
 def write_timeline(planned: PlannedRun, path: Path) -> str:
-    """Writes the step at typical rates: passes of all ranks of a pipeline, or the two streams of a single stage.
+    """Writes the step at typical rates: passes of all pipeline ranks, or the two streams of a single stage.
 
     Args:
         planned: the run.

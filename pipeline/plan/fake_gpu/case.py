@@ -1,4 +1,4 @@
-"""Cases to execute on the fake device, and the process that executes them. No torch."""
+"""Steps to execute on the fake device, and the process that executes them. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 
 EAGER = "compile.enabled=false"
-"""Override that turns compilation off: operators are counted one by one, and a compiled layer would count as one."""
+"""Override that turns compilation off: operators are counted one by one, and a compiled layer counts as one."""
 
 _WORKER = (sys.executable, "-m", "pipeline.plan.fake_gpu.worker")
 
@@ -28,13 +28,13 @@ class StepCase:
     Attributes:
         config: path of the config file.
         processes: world size.
-        pp_rank: pipeline rank to execute; it is rank 0 on every other axis.
+        pp_rank: pipeline rank to execute; on every other axis its rank is 0.
         vocabulary: number of ids of the tokenizer, for a model whose config does not give it.
         overrides: overrides of the config, as texts of `--set`.
         steps: number of steps; the last one is reported.
         cpu: whether to count as on a CPU: offloaded tensors in the host's memory, and gloo's copies of the inputs of a
             reduce-scatter.
-        begun: whether the run is resumed, so that any number of processes is accepted (see `resolve`).
+        begun: whether the run is resumed, in which case any number of processes is accepted (see `resolve`).
         imbalance: rows of the fullest expert-parallel rank over the mean; None for the load that `expert_load` assumes.
     """
 
@@ -57,14 +57,14 @@ class StepCase:
 def run_cases(
     cases: Sequence[StepCase], *, timeout_s: float | None = None, cwd: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Executes cases in a new process, because the fake device must be there before torch is imported.
+    """Executes cases in a new process, because the fake device must be registered before torch is imported.
 
-    Each case is executed by a fork of it: layouts that share a process meet the process groups of one another.
+    A fork of that process executes each case: layouts in one process would meet each other's process groups.
 
     Args:
         cases: cases to execute, in order.
-        timeout_s: most seconds of all cases together; None for no limit.
-        cwd: directory that paths of configs are relative to; None for the present one.
+        timeout_s: time limit for all cases together, in seconds; None for no limit.
+        cwd: directory to which paths of configs are relative; None for the present one.
 
     Returns:
         For each case "report" (`step.StepReport` as a dictionary), or "error" and "traceback"; and "seconds".
@@ -84,7 +84,7 @@ def run_cases(
 
 @contextmanager
 def case_process() -> Iterator[Callable[[StepCase], dict[str, Any]]]:
-    """Starts a process as `run_cases` does, for one case after the other; it is killed at the end of the block.
+    """Starts a process as `run_cases` does, for one case after another; kills it at the end of the block.
 
     Yields:
         a function that executes a case and returns its result.

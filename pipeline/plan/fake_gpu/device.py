@@ -37,7 +37,7 @@ PROPERTIES = types.SimpleNamespace(
     shared_memory_per_block_optin=227 * 2**10,
     L2_cache_size=50 * 2**20,
     gcnArchName="",
-    pci_domain_id=0xFFFF,  # of no device: a process is bound to no cores
+    pci_domain_id=0xFFFF,  # an id that no device has: a process is bound to no cores
     pci_bus_id=0xFF,
     pci_device_id=0x1F,
 )
@@ -97,7 +97,7 @@ class FakeEvent:
         return True
 
     def elapsed_time(self, _other: Any) -> float:
-        """Milliseconds between two events: none."""
+        """Milliseconds between two events: always 0."""
         return 0.0
 
 
@@ -106,7 +106,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _answer_for_cuda() -> None:
-    """Replaces the functions of `torch.cuda` that ask for the device."""
+    """Replaces the functions of `torch.cuda` that query the device."""
     stream, generator_state = FakeStream(), torch.zeros(16, dtype=torch.uint8)
     answers = {
         "is_available": True,
@@ -142,7 +142,7 @@ def _answer_for_cuda() -> None:
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.accelerator.current_stream = _always(stream)  # the C++ one takes no event of Python
+    torch.accelerator.current_stream = _always(stream)  # the C++ stream takes no Python event
     torch.cuda.Stream, torch.cuda.Event = FakeStream, FakeEvent  # type: ignore[assignment, misc]
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _always(None))
@@ -150,7 +150,7 @@ def _answer_for_cuda() -> None:
 
 
 def _patch_torch() -> None:
-    """Replaces the other functions of torch that need a device that computes."""
+    """Replaces the other functions of torch that need a real device."""
     torch.random.fork_rng = _always(contextlib.nullcontext())
     torch.Tensor.record_stream = _always(None)  # type: ignore[method-assign]
     fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
@@ -162,10 +162,10 @@ def _not_for_a_fake_tensor(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _name_cuda_kernels() -> torch.library.Library:
-    """Registers CUDA kernels of operators that torch composes of others, except in a CUDA build.
+    """Registers CUDA kernels of operators that a build of torch without CUDA composes from others.
 
     Autograd would take the composition, which allocates six buffers of an MLP's width where the kernel has one. The
-    kernels named here are never called: fake tensors take the shapes of the operator.
+    registered kernels are never called: fake tensors take the operator's shapes.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("silu_backward", _not_for_a_fake_tensor, "CUDA")
@@ -174,7 +174,7 @@ def _name_cuda_kernels() -> torch.library.Library:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Makes all tensors fake that are created within the block, whatever their device."""
+    """Makes all tensors that are created within the block fake, whatever their device."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         yield mode
 

@@ -15,7 +15,7 @@ from pipeline.run.before.summary import Entry
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run, from which another process can resolve it again.
+    """The inputs from which another process can resolve a run again.
 
     Attributes:
         config: path of the config file.
@@ -37,10 +37,10 @@ class RunInputs:
 def execute(source: RunInputs, *, ranks: Sequence[int], pp: int, engine: str) -> Executed:
     """Executes a step as each rank of the pipeline in turn, and returns the rank that needs most memory.
 
-    Progress is written to stderr. An interrupt ends the process that executes.
+    Progress is written to stderr. An interrupt ends the executing process.
 
     Args:
-        source: the run, for the other process.
+        source: inputs of the run, for the other process.
         ranks: pipeline ranks to execute.
         pp: number of pipeline ranks.
         engine: engine of the config.
@@ -91,7 +91,7 @@ def _result_of(case: StepCase) -> dict[str, Any]:
 
 
 def _case(source: RunInputs, rank: int, *, engine: str) -> StepCase:
-    # DeepSpeed makes the optimizer's states in its first step, and the peak is that of the last
+    # DeepSpeed makes the optimizer's states in its first step; the reported peak is the last step's
     steps = 2 if engine == "deepspeed" else 1
     overrides = (*source.overrides, EAGER)
     return StepCase(

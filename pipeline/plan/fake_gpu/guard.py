@@ -16,7 +16,7 @@ _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 
 
 def missing() -> str | None:
-    """The reason why this machine cannot have the fake device; None where it can."""
+    """The reason why this machine cannot have the fake device; None if it can."""
     if shutil.which("g++") is None:
         return "g++ is missing, which builds the fake device's guard (apt-get install g++)"
     if not (_torch_folder() / "include/ATen").is_dir():
@@ -49,7 +49,7 @@ def _build(library: Path) -> None:
     paths = [f"-I{torch}/include", f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
     command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", str(_SOURCE), "-o", str(made), *paths]
     subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True, capture_output=True, text=True)
-    made.rename(library)  # other processes may build it at the same time: the last one's replaces an equal one
+    made.rename(library)  # processes may build it at the same time: the last one replaces an equal library
 
 
 @cache

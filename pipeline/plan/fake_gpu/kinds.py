@@ -33,7 +33,7 @@ def modules_of(engine: Any) -> list[nn.Module]:
 
 
 class _Together:
-    """Several optimizers as one."""
+    """Several optimizers, seen as one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.param_groups = [group for each in optimizers for group in each.param_groups]
@@ -41,7 +41,7 @@ class _Together:
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:
-    """The AdamW of an engine, taken out of ZeRO's own optimizer."""
+    """The AdamW of an engine, unwrapped from ZeRO's own optimizer."""
     if hasattr(engine, "_optimizer"):
         return engine._optimizer  # type: ignore[no-any-return]
     if isinstance(engine, TorchSingle):
@@ -58,7 +58,7 @@ def name_weights(optimizer: torch.optim.Optimizer, roots: Sequence[nn.Module], m
     memory.name([buffer for root in roots for buffer in root.buffers()], "buffers")
     for weight in weights.values():
         if not isinstance(weight.data, torch.distributed.tensor.DTensor):
-            # the engine's own hook may have taken it already
+            # the engine's own hook may have taken the gradient already
             weight.register_post_accumulate_grad_hook(
                 lambda p: memory.name([p.grad] if p.grad is not None else [], "gradients")
             )
@@ -101,7 +101,7 @@ def watched(memory: Memory) -> Iterator[None]:
 
 
 def makers() -> dict[CodeType, str]:
-    """Code of functions whose allocations are of a known kind -> that kind."""
+    """Code of a function whose allocations have a known kind -> that kind."""
     param = _fsdp_param.FSDPParam
     functions: dict[Any, str] = {
         _fsdp_collectives.foreach_all_gather: "weights",
@@ -141,8 +141,9 @@ def attend(
 ) -> Tensor:
     """Replaces `F.scaled_dot_product_attention`: [B, H, T, d], [B, K, T', d] twice -> [B, H, T, d].
 
-    On fake devices torch decomposes attention to matrix products, because a CPU build finds no fused kernel. The choice
-    is made here as CUDA makes it, and the kernel's own operator is called: torch knows its shapes without having it.
+    On fake devices torch decomposes attention into matrix products, because a CPU build finds no fused kernel. This
+    function chooses the kernel as CUDA does and calls the kernel's operator, whose shapes torch knows without having
+    the kernel.
 
     Values may have another head size than queries and keys (multi-head latent attention), which flash attention lacks.
     """

@@ -36,14 +36,14 @@ class Peak:
 
 
 class Memory:
-    """Follows the storages of a device from their first sight until they are freed.
+    """Follows the storages of a device from the first operator that sees them until they are freed.
 
-    A storage's kind is that of the function that allocated it (`makers`), or logits if its tensor's last dim is the
-    vocabulary, a gradient if it has the head's shape, or activations. It may become known later, from what refers to it
-    (`name`): kinds count at the end.
+    A storage's kind is that of the function that allocated it (`makers`). Else it is logits if its tensor's last dim is
+    the vocabulary, a gradient if it has the head's shape, or activations. `name` may set it later: the last kind
+    counts.
 
     Args:
-        makers: code of a function -> kind of what is allocated while it runs.
+        makers: code of a function -> kind of the storages allocated while it runs.
         head: (vocabulary, hidden size) of the head on this rank.
     """
 
@@ -53,7 +53,7 @@ class Memory:
         self._kinds: list[str] = []
         self._bytes: list[int] = []
         self._events: list[tuple[int, int]] = []
-        """(number of the storage, change in bytes), in order."""
+        """Changes in order: (number of the storage, change in bytes)."""
         self._begin = 0
 
     def see(self, tensor: Tensor) -> None:
@@ -85,7 +85,7 @@ class Memory:
         self._resized(number, 0)
 
     def begin(self) -> None:
-        """Begins a new peak: earlier moments no longer count."""
+        """Begins a new peak: only moments from here on count."""
         self._begin = len(self._events)
 
     def peak(self) -> Peak:
@@ -100,7 +100,7 @@ class Memory:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Follows resizes of storages, by which FSDP2 frees gathered weights, and which no dispatch mode sees."""
+        """Follows resizes of storages: FSDP2 frees gathered weights by them, and no dispatch mode sees them."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -124,7 +124,7 @@ class Memory:
             self._events.append((number, change))
 
     def _kind(self, tensor: Tensor) -> str:
-        # a frame that refers to itself would keep its tensors until garbage is collected: begin with the caller's
+        # start at the caller's frame: a frame that refers to itself would keep its tensors until garbage is collected
         frame: FrameType | None = sys._getframe(1)
         for _ in range(_DEEPEST):
             if frame is None:

@@ -44,7 +44,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "recv_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
-"""Operator of torch.distributed -> its name here, and the position of the argument with the tensor that is gathered,
+"""Operator of torch.distributed -> its kind here, and the position of the argument with the tensor that is gathered,
 reduced or sent."""
 
 FUNCTIONAL = {
@@ -61,26 +61,26 @@ _SHAPE_READS = {
     aten._unique2.default,
     aten.equal.default,
 }
-"""Operators whose result's shape or value is decided by numbers on the device."""
+"""Operators whose result has a shape or value that depends on numbers on the device."""
 
 
 class StepRecorder(TorchDispatchMode):
     """A dispatch mode that counts the work of a step on fake tensors.
 
-    Entered within fake tensors, it counts from `begin` on; memory is followed from the start.
+    Enter it within fake tensors. It counts from `begin` on; memory is followed from the start.
 
     Args:
         memory: record of every storage of the device.
-        axes_of: ranks of a process group -> the axes along which they differ, for people.
+        axes_of: function that turns the ranks of a process group into the axes along which they differ, in words.
         gloo: whether to follow the copy that gloo makes of the input of a reduce-scatter; NCCL makes none.
         host: whether to follow tensors in the host's memory, too.
 
     Attributes:
         collectives: (kind, axes, dtype) -> [count, bytes of the whole tensors].
-        host_reads: line of ours that made the host wait for the device -> count.
-        deferred_reads: line of ours that began a copy to the host which it waits for later -> count.
-        unpinned: line of ours that copied pageable host memory to the device -> count.
-        flops: FLOPs of matrix products and attention; causal attention counts in full, as in the FLOPs of MFU.
+        host_reads: project line that made the host wait for the device -> count.
+        deferred_reads: project line that began a copy to the host, for which the host waits later -> count.
+        unpinned: project line that copied pageable host memory to the device -> count.
+        flops: FLOPs of matrix products and attention; causal attention counts in full, as in MFU.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StepRecorder(TorchDispatchMode):
 
     @contextmanager
     def deferring_reads(self) -> Iterator[None]:
-        """Counts every `HostCopy` within the block and gives it constants; a fake device has no events."""
+        """Counts every `HostCopy` within the block and gives it constants, because a fake device has no events."""
 
         def begin(copy: HostCopy, values: Tensor) -> None:
             if values.device.type == "cuda":
@@ -143,7 +143,7 @@ class StepRecorder(TorchDispatchMode):
 
     @contextmanager
     def reading_lists(self) -> Iterator[None]:
-        """Counts `tolist` as one read within the block, as on a device; fake tensors read number by number."""
+        """Counts `tolist` within the block as one read, as on a device; on fake tensors it reads number by number."""
 
         def tolist(tensor: FakeTensor) -> Any:
             if tensor.device.type == "cuda":
@@ -170,7 +170,7 @@ class StepRecorder(TorchDispatchMode):
             self.unpinned[_line()] += 1
 
     def _all_rows(self, tensor: Tensor, masks: Any) -> Tensor:
-        """Selects all rows, and counts the read by which the host waits for the number of rows of a mask."""
+        """Selects all rows, and counts the read for which the host waits: the number of rows that a mask selects."""
         self.host_reads[f"{_line()} (mask)"] += 1
         return tensor.new_empty((masks[0].numel(), *tensor.shape[masks[0].ndim :]))
 
@@ -209,12 +209,12 @@ def pin(tensor: Tensor, *_device: Any) -> Tensor:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether `pin` was called; scalars travel with the kernel's arguments."""
+    """Whether `pin` was called, or the tensor is a scalar, which travels with the kernel's arguments."""
     return bool(tensor.__dict__.get("_pinned")) or tensor.ndim == 0
 
 
 def _on_meta(args: Any, kwargs: Any) -> bool:
-    """Whether an operator is about a model on meta, which stays there: FSDP2 and copies want no fake tensors of it."""
+    """Whether an operator works on a model on meta, which stays there: FSDP2 and copies want no fake tensors for it."""
     first = next((each for each in args if isinstance(each, Tensor)), None)
     if first is None:
         return str(kwargs.get("device")) == "meta"
@@ -235,14 +235,14 @@ def _copied(op: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, str]:
 
 
 def _constant(dtype: torch.dtype) -> bool | float | int:
-    """The value that the host reads of a fake tensor, which has no numbers."""
+    """The constant that the host reads from a fake tensor, which has no numbers."""
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 def _asks_for_overflow() -> bool:
-    """Whether DeepSpeed reads if gradients overflow or their norm is invalid; on fake tensors the answer is no."""
+    """Whether DeepSpeed checks for gradient overflow or an invalid norm; on fake tensors the answer is no."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
@@ -253,7 +253,7 @@ def _asks_for_overflow() -> bool:
 
 
 def _line() -> str:
-    """The innermost line of the project (but the fake device) that is being executed."""
+    """The innermost executed line of the project outside of the fake device."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

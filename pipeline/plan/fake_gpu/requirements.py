@@ -9,7 +9,7 @@ from pipeline.plan.fake_gpu import guard
 
 
 def check_exact(engine: str, *, distils: bool, matrices: bool, exchange: str = "all_to_all") -> None:
-    """Refuses a step that cannot be executed here, before data and model are looked at.
+    """Refuses a step that the fake device cannot execute, before data and model are read.
 
     Args:
         engine: engine of the config.

@@ -47,8 +47,8 @@ class StepReport:
     Attributes:
         layout: layout of the run, in words.
         collectives: rows of kind, axes, dtype, count and bytes of the whole tensors, sorted.
-        host_reads: line of code -> number of reads for which the host waits.
-        deferred_reads: line of code -> number of reads for which the host waits after it has begun the next step.
+        host_reads: line of code -> number of reads for which the host waits at once.
+        deferred_reads: line of code -> number of reads for which the host waits after beginning the next step.
         unpinned: line of code -> number of copies from pageable memory.
         flops: FLOPs of matrix products and attention.
         peak: peak of the device's memory, in bytes.
@@ -99,7 +99,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
                     [each.residual for each in engine._masters.values() if each.residual is not None], "weights"
                 )
             if run.config.engine == "torch":
-                engine.state()  # makes the optimizer's state, which a first step would; DeepSpeed has made it
+                engine.state()  # makes the optimizer's state, as a first step would; DeepSpeed has made its own already
             memory.name(state_of(optimizer), "optimizer")
             for number in range(1, case.steps + 1):
                 batch = _batch(run.batch, number, cp=run.topology.cp, masked=run.config.data.mask_documents)
@@ -114,7 +114,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
 
 
 def run_compiled_step(case: StepCase) -> None:
-    """Runs a step of a case of the native engine without counting: a mode that sees operators hides compiled ones."""
+    """Runs a step of the native engine without counting, because a mode that sees operators hides compiled layers."""
     run, model = _run_and_model(case)
     hf_config: Any = model.config
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
@@ -124,7 +124,7 @@ def run_compiled_step(case: StepCase) -> None:
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
             objective = CrossEntropy(z_loss=run.config.loss.z_loss)
-            with recorder:  # which leaves a model on meta alone
+            with recorder:  # it leaves a model on meta alone
                 engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
             _route(modules_of(engine), run, model)
             for number in range(1, case.steps + 1):
@@ -144,7 +144,7 @@ def _run_and_model(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
 
 
 def _route(roots: Sequence[nn.Module], run: ResolvedRun, model: nn.Module) -> None:
-    """Tells the exchanges of experts how many rows to get: fake tensors have no numbers to be read."""
+    """Sets how many rows each exchange of experts returns: fake tensors have no numbers to read."""
     found = [exchange for root in roots for exchange in exchanges(root)]
     widths = widths_of(model.config) if found else None
     for exchange in found:
@@ -154,7 +154,7 @@ def _route(roots: Sequence[nn.Module], run: ResolvedRun, model: nn.Module) -> No
 def axes_of(topology: Topology, ranks: Sequence[int]) -> str:
     """The axes along which ranks of a group differ, e.g. "dp x cp"; "world" for all ranks.
 
-    "ep" for some ranks of them that hold different experts, "edp" for some that hold the same.
+    A part of the ranks along these axes gives "ep" if it holds different experts, "edp" if it holds the same.
     """
     if len(ranks) == topology.world_size:
         return "world"
@@ -171,7 +171,7 @@ def axes_of(topology: Topology, ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def world(topology: Topology, pp_rank: int) -> Iterator[int]:
-    """Opens a fake process group, in which this process is the first rank of a pipeline stage."""
+    """Opens a fake process group in which this process is the first rank of a pipeline stage."""
     rank = topology.rank(pp=pp_rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
     try:
@@ -196,10 +196,10 @@ def _batch(batch: BatchSizes, number: int, *, cp: int, masked: bool) -> StepBatc
 
 @contextlib.contextmanager
 def deepspeed_on_fake_device(*, rank: int, processes: int) -> Iterator[None]:
-    """Makes DeepSpeed take the fake device for CUDA within the block, in a process that runs one layout only.
+    """Makes DeepSpeed take the fake device for CUDA within the block; the process must run only one layout.
 
-    Replaced are: moving a model to the device where it already is, which cannot replace fake parameters in place; and
-    comparisons of numbers between ranks, since there are no other ranks.
+    Two functions are replaced. Moving a model to the device where it already is cannot replace fake parameters in
+    place. Comparisons of numbers between ranks have no other ranks.
     """
     launcher = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     os.environ.update({"DS_ACCELERATOR": "cuda", **{key: str(value) for key, value in launcher.items()}})

@@ -1,9 +1,9 @@
-"""Executes steps in a process of its own: a case per line of the input as JSON, a result per line of the output.
+"""Executes steps in a process of its own: reads a case per line and writes a result per line, both as JSON.
 
 echo '{"config": "ds_configs/fsdp.json", "processes": 2}' | python -m pipeline.plan.fake_gpu.worker
 
-Torch is imported once; each case is executed by a fork. In one process a second layout would meet the process groups of
-the first, which are destroyed: DeepSpeed keeps its groups in globals of its modules, and torch's caches of DTensor
+Torch is imported once; a fork executes each case. In one process a second layout would meet the process groups of the
+first, which are destroyed: DeepSpeed keeps its groups in globals of its modules, and torch's caches of DTensor
 operators return specs with the mesh of an earlier, equal layout. The parent computes nothing and has no second thread.
 """
 
@@ -59,9 +59,9 @@ def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
     """Executes a case in the fork, writes its result to the pipe and ends the process without the parent's cleanup."""
     code = 1
     try:
-        die_with_parent()  # who stops waiting ends the parent
+        die_with_parent()  # a caller that stops waiting ends the parent
         os.close(reader)
-        os.dup2(2, 1)  # standard output has results only; libraries print there too
+        os.dup2(2, 1)  # libraries print to standard output, which must have results only
         try:
             result: dict[str, Any] = {"report": run_step(case)}
         except Exception as error:
@@ -75,7 +75,7 @@ def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
 
 
 def _with_line(error: Exception) -> str:
-    """An error with the line of this project where it happened."""
+    """The text of an error, with the project line that raised it."""
     if isinstance(error, HeadraceError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

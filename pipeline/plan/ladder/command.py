@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes of each run (default: 1)")
     text = "submit the runs to Slurm as job arrays, and the fit after them (slurm/pipeline.sbatch)"
     parser.add_argument("--slurm", action="store_true", help=text)
-    # what a job of --slurm does
+    # work of one job of --slurm
     parser.add_argument("--phase", choices=("sweep", "extend", "runs", "fit"), help=argparse.SUPPRESS)
     parser.add_argument("--laws", action="store_true", help="print what published laws suggest for the config, and end")
     parser.add_argument("--plan", action="store_true", help="print the runs and what they cost, and end")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans a ladder, trains the runs that are not finished, fits a law and predicts.
 
     Returns:
-        0; 2 where the fit is too poor to be used; the exit code of a run that failed or was stopped.
+        0; 2 where the fit is too poor to be used; else the exit code of a run that failed or was stopped.
 
     Raises:
         ConfigError, DataError: the config or an option is refused, before any work.
@@ -120,7 +120,7 @@ def _train_element(ladder: Ladder, arguments: argparse.Namespace, number: int) -
 
 
 def _output_of(given: str | None, run: RunSection) -> Path:
-    """The directory of all runs and results, by default beside that of the run.
+    """The directory of all runs and results, by default beside the large run's.
 
     Raises:
         ConfigError: no directory is given, and run.dir is a URL.
@@ -131,7 +131,7 @@ def _output_of(given: str | None, run: RunSection) -> Path:
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:
-    """The arguments of this command for its jobs."""
+    """The arguments of this command that its jobs repeat."""
     sets = [word for text in arguments.overrides for word in ("--set", text)]
     output = ["--output", arguments.output] if arguments.output else []
     names = ("rungs", "smallest", "largest", "budgets", "learning_rates", "seeds", "tolerance", "nproc")

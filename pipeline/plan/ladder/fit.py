@@ -1,10 +1,11 @@
 """Fits L = E + A / N^alpha + B / D^beta to the losses of a ladder's runs.
 
-Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3: the sum over the runs of the Huber loss, with delta 1e-3, of log L
-predicted less log L measured is minimal. Minimized here by Levenberg-Marquardt steps with the weights that the Huber
-loss gives each residual, from a grid of starting points, all of them and all bootstrap samples at once, in float64.
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3: minimizes the sum over the runs of the Huber loss, with delta
+1e-3, of log L predicted less log L measured. The minimum is found by Levenberg-Marquardt steps with the weights that
+the Huber loss gives each residual. All points of a starting grid and all bootstrap samples are fitted at once, in
+float64.
 
-With few runs the exponents can be held at those of Besiroglu et al. 2024 (arXiv:2404.10102), and only E, A and B be
+With few runs the exponents can be fixed at those of Besiroglu et al. 2024 (arXiv:2404.10102): only E, A and B are
 fitted.
 """
 
@@ -27,7 +28,7 @@ FIXED = (0.3478, 0.3658)
 UNKNOWNS: dict[Form, int] = {"free exponents": 5, "fixed exponents": 3}
 """Number of unknowns of each form."""
 _ITERATIONS, _CONVERGED, _RESTS = 200, 1e-6, 8
-"""Most steps; relative decrease of an objective that counts as progress; steps without progress that end the search."""
+"""Most steps; relative decrease of an objective that counts as progress; steps without progress that end a search."""
 _LOWEST = np.array([-8.0, -8.0, -8.0, 0.02, 0.02])
 _HIGHEST = np.array([4.0, 4.0, 4.0, 2.5, 2.5])
 """Limits of log E, of the logs of both terms at the runs' mean N and D (nats per token), and of both exponents."""
@@ -42,7 +43,7 @@ class Points:
     losses: Array
 
     def take(self, index: npt.NDArray[np.intp]) -> Points:
-        """The runs of these indices."""
+        """Selects runs by index."""
         return Points(self.parameters[index], self.tokens[index], self.losses[index])
 
     def __len__(self) -> int:
@@ -51,11 +52,11 @@ class Points:
 
 @dataclass(frozen=True)
 class Laws:
-    """Fitted laws, one for each row of weights.
+    """Fitted laws, one per row of weights.
 
     Attributes:
         form: form of the laws, by the unknowns that were fitted.
-        center: log N and log D at which both terms are stated.
+        center: log N and log D at which the values state both terms.
         values: float64 [laws, 5]: log E, logs of both terms at the center, alpha, beta.
     """
 
@@ -83,7 +84,7 @@ class Laws:
 
 
 def can_fit(points: Points, form: Form) -> bool:
-    """Whether there are more runs than unknowns, and N and D each have three values (two with fixed exponents)."""
+    """Whether there are more runs than unknowns, and N and D have three values each (two with fixed exponents)."""
     values = 3 if form == "free exponents" else 2
     sizes, budgets = np.unique(points.parameters).size, np.unique(points.tokens).size
     return len(points) > UNKNOWNS[form] and min(sizes, budgets) >= values
@@ -95,8 +96,8 @@ def fit(points: Points, form: Form, *, weights: Array | None = None, start: Laws
     Args:
         points: the runs.
         form: form of the law; with "fixed exponents" alpha and beta are `FIXED`.
-        weights: float64 [laws, runs], how often each run counts; None: one law of all runs.
-        start: a law to start from, beside the grid's coarser points.
+        weights: float64 [laws, runs], how often each run counts; None for one law of all runs.
+        start: a law to start from, beside the coarser points of the grid.
     """
     weights = np.ones((1, len(points))) if weights is None else weights
     n, d = np.log(points.parameters), np.log(points.tokens)
@@ -114,13 +115,13 @@ def fit(points: Points, form: Form, *, weights: Array | None = None, start: Laws
 
 
 def huber(laws: Laws, points: Points) -> float:
-    """The first law's objective: the sum of the Huber losses of the log residuals of all runs."""
+    """The first law's objective: the sum of the runs' Huber losses of log residuals."""
     residuals = np.log(laws.predict(points.parameters, points.tokens)[0]) - np.log(points.losses)
     return float(_huber(residuals).sum())
 
 
 def _starts(points: Points, form: Form) -> Array:
-    """Float64 [starts, 5]: E a share of the smallest loss, the rest in equal parts in both terms, several exponents."""
+    """Float64 [starts, 5]: E is a share of the smallest loss, both terms share the rest equally; several exponents."""
     lowest, mean = float(points.losses.min()), float(points.losses.mean())
     exponents = (0.15, 0.35, 0.8)
     pairs = list(itertools.product(exponents, exponents)) if form == "free exponents" else [FIXED]
@@ -132,7 +133,7 @@ def _starts(points: Points, form: Form) -> Array:
 
 
 def _terms(values: Array, n: Array, d: Array) -> Array:
-    """Float64 [3, laws, runs]: E and both terms, of centered log N and log D [runs]."""
+    """Float64 [3, laws, runs]: E and both terms, from centered log N and log D [runs]."""
     e, a, b, alpha, beta = (values[:, i, None] for i in range(5))
     found: Array = np.exp(np.stack([e + 0 * n, a - alpha * n, b - beta * d]))
     return found

@@ -29,7 +29,7 @@ _LAYOUT = (
     "pipeline",
     "activation_checkpointing",
 )
-"""Sections that say how a model is spread over devices: small models need none."""
+"""Sections that spread a model over devices: small models need none."""
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -38,11 +38,11 @@ class ModelCounts:
     """Counts of a model.
 
     Attributes:
-        body: parameters without input embedding and output head: N of the published laws. Of a mixture of experts those
-            that a token uses.
-        multiplied: parameters in matrix products, which are the body and the head: N of the ladder's own fit. Pearce
-            and Song 2024 (arXiv:2406.12907) and Porian et al. 2024 (arXiv:2406.19146): leaving the head out bends the
-            law of small models.
+        body: parameters without input embedding and output head: N of the published laws. For a mixture of experts, the
+            parameters that a token uses.
+        multiplied: parameters in matrix products, i.e. the body and the head: N of the ladder's own fit. Leaving the
+            head out bends the law of small models (Pearce and Song 2024, arXiv:2406.12907; Porian et al. 2024,
+            arXiv:2406.19146).
         flops_per_token: FLOPs of one token, forward and backward.
     """
 
@@ -58,7 +58,7 @@ class LargeRun:
     Attributes:
         raw: config of the run, as the user gave it.
         flat: config without its layout, for one process.
-        prepared: run of `flat`, whose data and model were found to fit.
+        prepared: run of `flat`, after the checks of its data and model.
         model: Hugging Face config of the model.
         counts: parameters and FLOPs of the model.
     """
@@ -93,7 +93,7 @@ class LargeRun:
         )
 
     def count(self, config: PretrainedConfig) -> ModelCounts:
-        """Counts another model in the place of the run's."""
+        """Counts parameters and FLOPs of another model, at this run's dtype and sequence length."""
         given, dtype = self.run.config, model_dtype(self.run.config)
         model = build_meta(config, dtype=dtype, attn_implementation=given.model.attn_implementation)
         size = measure(model, config, sequence_length=self.run.batch.sequence_length)
@@ -129,7 +129,7 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
 
 
 def flattened(raw: Mapping[str, Any]) -> ConfigTree:
-    """A config without its layout over devices; each step has the same samples."""
+    """A config without its layout over devices; each step keeps its samples."""
     return {key: value for key, value in raw.items() if key not in (*_LAYOUT, *_BATCH)}
 
 

@@ -1,4 +1,4 @@
-"""Chooses the learning rate from the sweep on a ladder's smallest rung."""
+"""Chooses the learning rate by the sweep on a ladder's smallest rung."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.plan.ladder.runs import Done, done_of
 BROAD = 0.005
 """Share of the loss within which the config's own learning rate counts as good as the best of the sweep."""
 _EXTENSIONS = 2
-"""Most extensions of a sweep by a factor of two, while the best rate is at its end."""
+"""Most times that a sweep is extended by a factor of two, while its best rate is the first or the last."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Chosen:
     """The outcome of a sweep.
 
     Attributes:
-        factor: factor on all scaled learning rates, and on the large run's; 1 keeps the config's.
+        factor: factor on all scaled learning rates and on the large run's; 1 keeps the config's rate.
         points: factor and loss of each run, by factor.
-        at_the_end: whether the best rate is the largest or smallest that was tried: a better one may be beyond.
+        at_the_end: whether the best rate is the largest or smallest tried: a better rate may lie beyond.
     """
 
     factor: float
@@ -41,7 +41,7 @@ def sweep(ladder: Ladder, train: Callable[[Sequence[LadderRun]], int]) -> tuple[
         train: function that trains the runs that are not finished, and returns an exit code.
 
     Returns:
-        The chosen learning rate, None where a run failed; and the exit code.
+        The outcome, None where a run failed; and the exit code.
     """
     reach = ladder.options.learning_rates // 2
     low, high = -reach, reach
@@ -76,7 +76,7 @@ def chosen_before(ladder: Ladder) -> Chosen:
 def choose(done: Sequence[Done], exponents: Sequence[int]) -> Chosen:
     """Chooses the learning rate at the minimum of a parabola through the best run and its neighbours, over log lr.
 
-    The config's own is kept where its loss is within `BROAD` of the best.
+    The config's own rate is kept where its loss is within `BROAD` of the best.
 
     Args:
         done: all runs of the sweep, by learning rate.
@@ -93,7 +93,7 @@ def choose(done: Sequence[Done], exponents: Sequence[int]) -> Chosen:
 
 
 def _vertex(losses: Sequence[float]) -> float:
-    """Position of the minimum of a parabola through losses at -1, 0 (the lowest) and 1, between -0.5 and 0.5."""
+    """Position, between -0.5 and 0.5, of the minimum of a parabola through losses at -1, 0 (the lowest) and 1."""
     before, lowest, after = losses
     bend = before - 2 * lowest + after
     shift = (before - after) / (2 * bend) if bend > 0 else 0.0

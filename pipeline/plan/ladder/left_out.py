@@ -1,7 +1,7 @@
-"""Tests of a law by its predictions of runs that it was not fitted to.
+"""Tests a law by its predictions of runs that it was not fitted to.
 
-Each rung is left out in turn, which tells whether the form fits. The largest rungs are left out together, one, two and
-so on as long as a law of the others can be fitted, which tells how errors grow with the distance of an extrapolation.
+Each rung is left out in turn, which tells whether the form fits. Then the largest rung, the two largest and so on are
+left out, as long as the other runs can be fitted: this tells how errors grow with the distance of an extrapolation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class LeftOut:
 
     Attributes:
         form: form of the law.
-        errors: float64 [runs]: log of predicted over measured loss of each run, by the law of the other rungs' runs.
+        errors: float64 [runs]: log of predicted over measured loss of each run, by the law fitted to the other rungs.
         largest: root mean square of the errors of the largest rung alone.
         distances: float64 [extrapolations]: log of the N of a run over the N of the largest rung that was fitted.
         extrapolated: float64 [extrapolations]: log of predicted over measured loss at these distances.
-        noise: root mean square of log predicted over measured loss of all runs by the law of all runs, per degree of
-            freedom.
+        noise: root mean square, per degree of freedom, of log predicted over measured loss, when the law is fitted to
+            all runs.
     """
 
     form: Form
@@ -44,14 +44,14 @@ class LeftOut:
 
     @property
     def growth(self) -> float:
-        """Root mean square over the extrapolations of the error beyond the noise, per unit of distance."""
+        """Root mean square, over the extrapolations, of the error beyond the noise per unit of distance."""
         beyond = np.maximum(self.extrapolated**2 - self.noise**2, 0.0)
         return float(np.sqrt(np.mean(beyond / self.distances**2)))
 
     def spread(self, distance: float) -> float:
         """Standard deviation of log predicted over measured loss of one run at a distance.
 
-        The noise of a run stays the same; the error of the law grows in proportion to the distance, as does, to first
+        The noise of a run stays the same. The error of the law grows in proportion to the distance, as does, to first
         order, the effect of a wrong exponent on the logarithm of the loss.
         """
         return float(np.hypot(self.noise, self.growth * max(distance, 0.0)))
@@ -88,7 +88,7 @@ def _extrapolations(points: Points, form: Form, sizes: Array) -> tuple[Array, Ar
 
 
 def _errors(points: Points, form: Form, out: np.ndarray) -> Array:
-    """Log of predicted over measured loss of the runs `out`, bool [runs], by the law of the others."""
+    """Log of predicted over measured loss of the runs `out`, bool [runs], by a law fitted to the others."""
     law = fit(points.take(np.flatnonzero(~out)), form)
     found: Array = np.log(law.predict(points.parameters[out], points.tokens[out])[0] / points.losses[out])
     return found

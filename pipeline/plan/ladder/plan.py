@@ -1,11 +1,11 @@
-"""The runs of a ladder: sizes and budgets of tokens, and a config for each with its own batch and learning rate.
+"""Plans the runs of a ladder: sizes, token budgets, and a config for each run with its own batch and learning rate.
 
-A rung is a model size. Each rung is trained with several budgets of tokens, each with a full schedule of its own: a run
-that is cut short has not decayed its learning rate, and its loss says nothing of a shorter run (Hoffmann et al. 2022,
+A rung is a model size. Each rung is trained with several token budgets, each with a full schedule: a run that is cut
+short has not decayed its learning rate, and its loss says nothing about a shorter run (Hoffmann et al. 2022,
 arXiv:2203.15556, section 3.1).
 
-Batch and learning rate follow the exponents of Step Law (arXiv:2503.04715) from those of the large run:
-B ~ D^0.571, lr ~ N^-0.713 D^0.307. The warm-up is the same share of the steps.
+Batch and learning rate follow the exponents of Step Law (arXiv:2503.04715), from the large run's values: B ~ D^0.571,
+lr ~ N^-0.713 D^0.307. The warm-up is the same share of the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.plan.laws.laws import step_law_batch, step_law_learning_rate
 
 _FEWEST_RUNGS = 3
 _ABOVE_LARGEST = 1.25
-"""Most parameters of the largest rung over those that were asked for, where no size is nearer."""
+"""Most parameters of the largest rung over the number asked for, where no size is nearer."""
 _TRIALS = 40
 _FEWEST_STEPS = 20
 _CHECKPOINTS = 4
@@ -43,7 +43,7 @@ class Options:
         budgets: tokens of each rung's runs, as multiples of the large run's tokens per parameter.
         learning_rates: number of learning rates of the sweep on the smallest rung, each twice the one before; 1 for no
             sweep.
-        seeds: runs of each size and budget, from run.seed on.
+        seeds: number of runs of each size and budget, with seeds from run.seed on.
     """
 
     rungs: int = 4
@@ -138,7 +138,7 @@ class Ladder:
     output: Path
 
     def runs(self, factor: float = 1.0) -> list[LadderRun]:
-        """The runs that are fitted, smallest first, at the scaled learning rate times a factor."""
+        """The runs to fit, smallest first, at the scaled learning rate times a factor."""
         seeds = range(self.large.run.config.run.seed, self.large.run.config.run.seed + self.options.seeds)
         return [
             self._run(rung, budget, factor=factor, seed=seed)
@@ -148,7 +148,7 @@ class Ladder:
         ]
 
     def sweep(self, exponents: range | None = None) -> list[LadderRun]:
-        """The smallest rung at several learning rates, with as many tokens per parameter as the large run.
+        """The smallest rung at several learning rates, with the large run's tokens per parameter.
 
         Args:
             exponents: exponents of the powers of two by which the scaled learning rate is multiplied; None for those of
@@ -194,7 +194,7 @@ class Ladder:
         return self.output / "runs" / run.name
 
     def flops(self) -> float:
-        """FLOPs of all runs, the sweep's included, each counted once."""
+        """FLOPs of all runs and of the sweep, each run counted once."""
         found = {run.name: run.flops for run in [*self.sweep(), *self.runs()]}
         return sum(found.values())
 
@@ -236,7 +236,7 @@ def plan_ladder(large: LargeRun, options: Options, output: Path) -> Ladder:
         remedy = "other shares, fewer --rungs, or a large model with more key/value heads"
         raise ConfigError("--smallest / --largest", (options.smallest, options.largest), why=why, remedy=remedy)
     ladder = Ladder(large, options, tuple(rungs), output)
-    ladder.runs()  # each has steps enough
+    ladder.runs()  # refuses a run with too few steps
     return ladder
 
 
@@ -252,7 +252,7 @@ def _sizes(large: LargeRun) -> Iterator[Rung]:
 
 
 def _chosen(sizes: list[Rung], wanted: list[float]) -> list[Rung]:
-    """Chooses the nearest size to each wanted number of parameters, above the one before; fewer if sizes run out."""
+    """Chooses the nearest size to each wanted number of parameters, above the size before; fewer if sizes run out."""
     found: list[Rung] = []
     for parameters in wanted:
         last, most = found[-1].counts.multiplied if found else 0, _ABOVE_LARGEST * wanted[-1]
@@ -268,7 +268,7 @@ def _kept(section: Mapping[str, Any]) -> ConfigTree:
 
 
 def _scheduler(large: LargeRun, share: float) -> ConfigTree:
-    """The scheduler section with its numbers of steps at the same share of the run."""
+    """The scheduler section, with its step counts at the same share of the run."""
     section, schedule = large.flat["scheduler"], large.run.schedule
     params = {key: value for key, value in section.get("params", {}).items() if key != "warmup_max_lr"}
     params["warmup_num_steps"] = max(2, round(schedule.warmup * share)) if schedule.warmup else 0

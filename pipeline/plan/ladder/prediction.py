@@ -1,9 +1,9 @@
 """Predicts the loss of the large run with an interval, or says why the ladder must not be extrapolated.
 
-A fit is used when it predicts runs that it has not seen (`left_out.py`). The interval is of a single run: a normal
-distribution of the log of the loss around the prediction of each form that passes the test, as wide as the errors of
-that form's extrapolations within the ladder, grown to the distance of the large run. How often it holds the loss:
-docs/how-to/scaling-ladder.md.
+A fit is used when it predicts runs that it has not seen (`left_out.py`). The interval is that of a single run. Each
+form that passes the test gives a normal distribution of the log of the loss around its prediction. The errors of the
+form's extrapolations within the ladder, grown to the distance of the large run, give its width.
+docs/how-to/scaling-ladder.md says how often the interval holds the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEVEL = 0.9
 SAMPLES = 20_000
 """Number of draws for each form."""
 _TOO_WIDE = 0.1
-"""Largest half-width of an interval that decides something, as a share of the prediction."""
+"""Largest half-width of a useful interval, as a share of the prediction."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class PredictionVerdict:
     """The verdict on a ladder: a prediction, or the reasons against one.
 
     Attributes:
-        law: law of the form with the smallest error on runs left out, of those that pass if any does; None where no
-            form can be fitted.
+        law: law of the form with the smallest error on runs left out, among the forms that pass if any passes; None
+            where no form can be fitted.
         left_out: test of each form that can be fitted, best first.
-        reasons: reasons why the fit must not be used; empty where it may be.
+        reasons: reasons against the fit; empty where it may be used.
         prediction: predicted loss of the large run; None where there are reasons.
     """
 
@@ -66,7 +66,7 @@ def judge(
         points: finished runs.
         names: names of the runs, for the reasons.
         parameters, tokens: N and D of the large run.
-        tolerance: largest relative error of the loss on runs left out, root mean square.
+        tolerance: largest root mean square of the relative error of the loss on runs left out.
         seed: seed of the draws.
     """
     reasons = list(_disagreements(points, names, tolerance))

@@ -42,12 +42,12 @@ class Outcome:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the large run: its config's, times the factor of the sweep."""
+        """Learning rate of the large run: that of its config times the factor of the sweep."""
         return float(f"{self.ladder.large.run.config.optimizer.params.lr * self.chosen.factor:.3g}")
 
     @property
     def hit(self) -> bool | None:
-        """Whether the measured loss is in the interval; None where one of the two is missing."""
+        """Whether the measured loss is in the interval; None where either is missing."""
         found = self.verdict.prediction
         if found is None or self.measured is None:
             return None
@@ -67,7 +67,7 @@ def evaluate(ladder: Ladder, done: Sequence[Done], chosen: Chosen, *, tolerance:
 
 
 def points_of(done: Sequence[Done]) -> Points:
-    """The finished runs as numbers."""
+    """N, D and losses of the finished runs."""
     counts = [(each.run.rung.counts.multiplied, each.run.tokens, each.loss) for each in done]
     columns = np.array(counts, dtype=np.float64).reshape(-1, 3).T
     return Points(columns[0], columns[1], columns[2])
@@ -79,7 +79,7 @@ def write_results(outcome: Outcome) -> None:
     write_json(output / RESULTS, as_json(outcome))
     save_picture(output / PICTURE, outcome.ladder, outcome.done, outcome.verdict, measured=outcome.measured)
     if outcome.verdict.prediction is None:
-        (output / CONFIG).unlink(missing_ok=True)  # of an earlier fit
+        (output / CONFIG).unlink(missing_ok=True)  # an earlier fit may have left one
     else:
         write_json(output / CONFIG, large_config(outcome))
 
@@ -158,7 +158,7 @@ def _plain(done: Done) -> Mapping[str, Any]:
 
 
 def _measured(run_dir: Path, *, steps: int, lr: float) -> float | None:
-    """The large run's loss; None where it is not finished, or was trained with another learning rate."""
+    """The large run's loss; None where the run is not finished or had another learning rate."""
     loss = finished_loss(run_dir, steps=steps)
     if loss is None or not (run_dir / MANIFEST).is_file():
         return None

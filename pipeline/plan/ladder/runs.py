@@ -1,4 +1,4 @@
-"""Trains the runs of a ladder that are not done, each by `headrace train` in a process of its own, and reads them."""
+"""Trains the unfinished runs of a ladder, each by `headrace train` in its own process, and reads their losses."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def write_config(ladder: Ladder, run: LadderRun) -> Path:
 
 
 def train_all(ladder: Ladder, runs: Sequence[LadderRun], *, jobs: int, nproc: int, say: Say) -> int:
-    """Trains the runs that are not finished, several at a time.
+    """Trains the unfinished runs, several at a time.
 
     Args:
         ladder: ladder with the directory and the configs of the runs.
-        runs: runs to train, largest last: the longest ones end together.
-        jobs: number of runs at a time.
+        runs: runs to train, largest last, so that the longest runs end together.
+        jobs: number of runs trained at the same time.
         nproc: processes of each run.
         say: function that prints a line.
 
     Returns:
-        0, or the exit code of the first run that failed or was asked to stop: the other runs at work are waited for,
+        0, or the exit code of the first run that failed or was asked to stop. The other runs at work are waited for,
         and the same command resumes.
     """
     known = {each.run.name for each in done_of(ladder, runs)}
@@ -112,7 +112,7 @@ def _started(ladder: Ladder, run: LadderRun, command: list[str]) -> subprocess.P
     logs = ladder.output / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{run.name}.log").open("ab") as log:
-        # a run that outlived a killed ladder would train beside the same run of the next start
+        # a run that outlived a killed ladder would train beside its own restart
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ, preexec_fn=die_with_parent)  # noqa: PLW1509
 
 

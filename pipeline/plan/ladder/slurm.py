@@ -1,9 +1,9 @@
-"""A ladder as Slurm jobs: an array for the sweep, an array for the runs, and the fit, each after the one before.
+"""A ladder as Slurm jobs: an array for the sweep, an array for the runs, and the fit, each after the job before.
 
     sweep (array) -> extend the sweep, if its best rate is at its end -> runs (array) -> fit
 
-Every element is this command with `--phase`, by `slurm/pipeline.sbatch`: it trains the one run whose number is that of
-the element. A chain that lost an element is submitted again: what is finished is not trained again.
+Every array element is this command with `--phase`, through `slurm/pipeline.sbatch`: it trains the run with the
+element's number. A chain that lost an element is submitted again: finished runs are not trained again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def submit(ladder: Ladder, words: Sequence[str], *, say: Callable[[str], None]) 
 
     Args:
         ladder: planned ladder.
-        words: arguments of `headrace ladder` that every job has.
+        words: arguments of `headrace ladder` for every job.
         say: function that prints a line.
 
     Raises:
-        ConfigError: there is no sbatch, or it refuses a job; then none of the chain is left in the queue.
+        ConfigError: sbatch is missing or refuses a job; then no job of the chain is left in the queue.
     """
     if shutil.which("sbatch") is None:
         why = "there is no sbatch on PATH"
@@ -65,7 +65,7 @@ def _submit(ladder: Ladder, phase: str, words: Sequence[str], *, size: int | Non
     pattern = "%A-%a" if size is not None else "%j"
     options = [f"--job-name=headrace-ladder-{phase}", f"--output={ladder.output / LOGS}/slurm-{phase}-{pattern}.out"]
     options += [f"--array=0-{size - 1}"] if size is not None else []
-    # a job whose dependency has failed is canceled, instead of waiting for ever
+    # cancels a job whose dependency has failed, which would wait for ever
     options += [f"--dependency=afterok:{after[0]}", "--kill-on-invalid-dep=yes"] if after else []
     command = ["sbatch", "--parsable", *options, str(root / _SCRIPT), "ladder", *words, "--phase", phase]
     environment = {**os.environ, "HEADRACE_ROOT": os.environ.get("HEADRACE_ROOT", str(root))}

@@ -39,7 +39,7 @@ def laws_lines(training: Training) -> Iterator[str]:
 
 
 def plan_lines(ladder: Ladder) -> Iterator[str]:
-    """The runs of a ladder before any is trained."""
+    """Yields lines on the runs of a ladder before any is trained."""
     large = ladder.large
     yield line("large run", f"N = {large.counts.multiplied:,}, D = {large.tokens:,} tokens, {large.flops:.2e} FLOPs")
     for rung in ladder.rungs:

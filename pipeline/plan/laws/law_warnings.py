@@ -1,4 +1,4 @@
-"""Compares a run's hyperparameters with the published laws, and warns where they are far from all of them. No torch."""
+"""Compares a run's hyperparameters with the published laws, and warns where all laws disagree with them. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.plan.laws.laws import CHINCHILLA_RATIO, Quantity, Suggestion, chinchilla_loss, suggestions
 
 FAR = {Quantity.BATCH: 4.0, Quantity.LEARNING_RATE: 3.0, Quantity.WEIGHT_DECAY: 5.0, Quantity.WARMUP: 10.0}
-"""Ratio from which a value is far from a law's, a choice of ours: the laws differ by up to a factor of 2 within their
-ranges, and the optimum is broad (Step Law, figure 1)."""
+"""Ratio from which a value is far from a law's. Our choice: the laws differ by up to a factor of 2 within their ranges,
+and the optimum is broad (Step Law, figure 1)."""
 
 FEWEST_TOKENS = 5.0
 """Tokens per parameter below which a smaller model would clearly be better at the same compute."""
@@ -20,7 +20,7 @@ FEWEST_TOKENS = 5.0
 
 @dataclass(frozen=True)
 class Training:
-    """The hyperparameters of a run that the laws are about.
+    """Hyperparameters of a run for which there are laws.
 
     Attributes:
         parameters: parameters (N) without input embedding and output head.
@@ -43,7 +43,7 @@ class Training:
     adamw: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
-        """The suggestions of the laws for the run; weight decay for its own batch and learning rate."""
+        """The laws' suggestions for the run; weight decay for its own batch and learning rate."""
         return suggestions(
             self.parameters,
             self.tokens,
@@ -66,7 +66,7 @@ class Training:
 def training_of(
     batch: BatchSizes, schedule: Schedule, optimizer: OptimizerSection, *, steps: int, parameters_non_embedding: int
 ) -> Training:
-    """The hyperparameters of a resolved run.
+    """Collects the hyperparameters of a resolved run.
 
     Args:
         batch: batch sizes of the run.
@@ -88,7 +88,7 @@ def training_of(
 
 
 def warnings(training: Training) -> Iterator[str]:
-    """Yields a line for each hyperparameter that is far from all laws' suggestions, with their values."""
+    """Yields a line for each hyperparameter that is far from all suggestions, with the laws' values."""
     yield from _tokens(training)
     if not training.adamw:
         return
@@ -102,9 +102,9 @@ def _far(quantity: Quantity, given: float, laws: Sequence[Suggestion], factor: f
     if any(law.value / factor <= given <= law.value * factor for law in laws):
         return
     if min(law.value for law in laws) < given < max(law.value for law in laws):
-        return  # between two laws that disagree
+        return  # the value lies between two laws that disagree
     if quantity is Quantity.WARMUP and not laws[0].in_range:
-        return  # N tokens are more than half of a run of less than two tokens per parameter
+        return  # at less than two tokens per parameter, N tokens are more than half of the run
     texts = ", ".join(f"{shown(law.value)} by {law.law}{'' if law.in_range else ' (extrapolated)'}" for law in laws)
     yield f"{quantity}: {shown(given)}, over {factor:g} times away from {texts}"
 

@@ -1,8 +1,8 @@
 """Published laws for batch size, learning rate, weight decay, warm-up and tokens of a training run.
 
 Each law is a formula of N, the non-embedding parameters (neither input embedding nor output head), and D, the training
-tokens, with its source and the range of models it was fitted on. Outside of the range its value is an extrapolation.
-No torch: plain arithmetic.
+tokens, with its source and the range of models to which it was fitted. Outside of the range its value is an
+extrapolation. No torch: plain arithmetic.
 
 Step Law: Li et al. 2025, arXiv:2503.04715. lr = 1.79 N^-0.713 D^0.307, B = 0.58 D^0.571 tokens.
 Power Lines: Bergsma et al. 2025, arXiv:2505.13738. B / (lr wd D) = 1.084 (D/N)^-0.527, B = 0.0306 D^0.383 sequences.
@@ -39,7 +39,7 @@ class Range:
     Attributes:
         parameters: smallest and largest N.
         tokens_per_parameter: smallest and largest D / N.
-        text: the range in words, with the settings that were held fixed.
+        text: the range in words, with the fixed settings.
     """
 
     parameters: tuple[float, float]
@@ -83,7 +83,7 @@ class Gain:
         tokens: training tokens (D).
         per_parameter: D / N.
         loss_change: change of the loss against 20 tokens per parameter, in nats per token.
-        compute: training FLOPs as a multiple of those of 20 tokens per parameter.
+        compute: training FLOPs as a multiple of the FLOPs at 20 tokens per parameter.
     """
 
     tokens: float
@@ -120,7 +120,7 @@ _CHINCHILLA = _LawSource(
     Range((44e6, 16e9), (0, 1e9), "44M to 16B parameters on web text"),
 )
 _POWER_LINES_SEQUENCE = 2048
-"""Tokens of the sequences in which Power Lines counts batches."""
+"""Tokens per sequence in which Power Lines counts batches."""
 _LOSS = (1.8172, 482.01, 0.3478, 2085.43, 0.3658)
 """E, A, alpha, B, beta of L = E + A / N^alpha + B / D^beta, nats per token (Besiroglu et al., arXiv:2404.10102)."""
 
@@ -149,7 +149,7 @@ def power_lines_weight_decay(parameters: float, tokens: float, *, batch: float, 
 
 
 def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats per token by the Chinchilla law on its own data: differences of it mean more than its value."""
+    """Loss in nats per token by the Chinchilla law on its own data: differences mean more than absolute values."""
     e, a, alpha, b, beta = _LOSS
     return float(e + a / parameters**alpha + b / tokens**beta)
 
@@ -165,11 +165,12 @@ def suggestions(
     """The suggestions of all laws for a run.
 
     Args:
-        parameters_non_embedding: N, without input embedding and output head; of a mixture of experts the active ones.
+        parameters_non_embedding: N, without input embedding and output head; for a mixture of experts, the active
+            parameters.
         tokens: training tokens (D).
         sequence_length: tokens per sample; no batch is smaller.
-        batch: tokens per step that the weight decay is suggested for; None: Step Law's.
-        learning_rate: peak that the weight decay is suggested for; None: Step Law's.
+        batch: tokens per step, for the weight decay; None for Step Law's.
+        learning_rate: peak learning rate, for the weight decay; None for Step Law's.
 
     Raises:
         ValueError: a number is not positive.
@@ -209,10 +210,10 @@ def _all(n: float, d: float, sequence_length: int, batch: float, lr: float) -> I
 
 
 def more_tokens(parameters: int, *, ratios: tuple[int, ...] = (5, 20, 40, 100, 200)) -> tuple[Gain, ...]:
-    """Compute and loss with fewer and more tokens than 20 per parameter, by the Chinchilla law.
+    """Compute and loss of several token budgets against 20 tokens per parameter, by the Chinchilla law.
 
-    A model that serves long is worth training past 20 tokens per parameter: the loss falls, and inference costs the
-    same. Source of the numbers: Besiroglu et al. 2024, arXiv:2404.10102.
+    A model that is served for long is worth training past 20 tokens per parameter: the loss falls, and inference costs
+    the same. Source of the numbers: Besiroglu et al. 2024, arXiv:2404.10102.
 
     Args:
         parameters: non-embedding parameters (N).

@@ -10,15 +10,15 @@ from pipeline.plan.laws.laws import Quantity, Suggestion
 from pipeline.plan.predict.planned_run import PlannedRun
 
 _LABELS = {Quantity.LEARNING_RATE: "learning rate", Quantity.TOKENS: "tokens"}
-"""Labels of the lines whose quantity has a longer name."""
+"""Labels of lines that are shorter than their quantity's name."""
 
 
 def training_of_plan(planned: PlannedRun) -> Training | None:
-    """The hyperparameters of a planned run, for the laws.
+    """Collects the hyperparameters of a planned run, for the laws.
 
     Returns:
-        None where the laws do not apply: they hold for AdamW's rates, for training from initial values on the loss of
-        the next token, and for the standard parametrization, in which learning rate and weight decay depend on the
+        None where the laws do not apply. They hold for AdamW's rates, for training from initial values on the
+        next-token loss, and for the standard parametrization, in which learning rate and weight decay depend on the
         size.
     """
     config = planned.run.config

@@ -1,6 +1,6 @@
-"""A step's communication and pipeline by closed forms: ring collectives, the papers' bubbles, overlap of sums.
+"""A step's communication and pipeline by closed forms: ring collectives, the papers' bubbles, overlapped sums.
 
-For the search, which computes a thousand layouts; what is shown of a layout is simulated (`simulated_step`).
+The search uses them, because it computes a thousand layouts; displayed layouts are simulated (`simulated_step`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ClosedForms:
         )
 
     def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
-        """Seconds of communication that outlasts the passes beside which it runs, or cannot run beside them."""
+        """Seconds of communication that outlasts the passes beside it, or cannot run beside them."""
         how, count = data_parallel(run, rates), run.batch.accumulation
         if how.every_pass:
             return _unhidden(rank.weights + rank.gradients, beside=count * rank.busy, share=how.gather_share)

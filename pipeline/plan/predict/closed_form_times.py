@@ -1,7 +1,7 @@
 """Seconds of collectives and of a pipeline's step, by the simplest closed forms.
 
 Ring collectives over the slowest link (Thakur et al. 2005, section 4), and the bubble of a schedule. The search uses
-closed forms (`closed_form_step`); what is shown is simulated (`simulated_step`).
+closed forms (`closed_form_step`); displayed layouts are simulated (`simulated_step`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def collective_seconds(
     """Seconds of collectives one after the other.
 
     A ring moves (n - 1) / n of the whole tensor of an all-gather, a reduce-scatter or an all-to-all through each of its
-    n ranks, and twice that of an all-reduce. A group within a node has its links; the ring of a group that spans nodes
-    leaves every node once, by the network of its g ranks there: min(within, g x between).
+    n ranks, and twice as much for an all-reduce. A group within a node has the node's links. The ring of a group that
+    spans nodes leaves every node once, by the network of its g ranks there: min(within, g x between).
 
     Args:
         kind: all_gather, reduce_scatter, all_to_all, all_reduce or send.
@@ -51,7 +51,7 @@ class PipelineTime:
 
     Attributes:
         seconds: seconds of all micro-batches, with the bubble.
-        bubble: seconds that a rank waits for the others.
+        bubble: seconds for which a rank waits for the others.
     """
 
     seconds: float
@@ -70,9 +70,9 @@ def pipeline_step(
 ) -> PipelineTime:
     """Seconds of all forward and backward passes of the slowest rank.
 
-    The bubble of gpipe and 1F1B is (p - 1) micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), that
-    of v virtual stages a v-th of it. Messages take time in the bubble alone: else a pass of another micro-batch hides
-    them.
+    The bubble of gpipe and 1F1B is (p - 1) micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2); with v
+    virtual stages it is a v-th of that. Messages take time in the bubble alone: elsewhere a pass of another micro-batch
+    hides them.
 
     Args:
         schedule: name of the schedule, as in `parallel.schedule`.

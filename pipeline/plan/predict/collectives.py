@@ -1,7 +1,7 @@
-"""Seconds of collectives over a topology, by ring, tree and hierarchically.
+"""Seconds of collectives over a topology: ring, tree and hierarchical.
 
-Alpha-beta model: a message of s bytes takes a + s / b, with a the latency and b the bandwidth of a link. Per rank of p,
-g of them on each of m nodes, and n bytes:
+Alpha-beta model: a message of s bytes takes a + s / b, with a the latency and b the bandwidth of a link. Time per rank,
+for n bytes and p ranks, g on each of m nodes:
 
 | collective | ring | tree | hierarchical |
 |---|---|---|---|
@@ -10,9 +10,9 @@ g of them on each of m nodes, and n bytes:
 | all-to-all | every message by itself | - | within nodes, then between peers |
 
 H = (g - 1) (a_in + n / (g b_in)) + (m - 1) (a_out + n / (p b_out)).
-L = (p - m) a_in + (m - 1) a_out: latency of a chunk on its way around the ring. B = min(b_in, g b_out): a ring per
-network card, each with its share of the bytes, as NCCL makes them, so that a node's whole network carries a ring.
-Where devices of a node are linked one to one, g of them have g - 1 links each, and b_in is the sum of these.
+L = (p - m) a_in + (m - 1) a_out is the latency of a chunk on its way around the ring. B = min(b_in, g b_out): as in
+NCCL, each network card has a ring with its share of the bytes, so that a node's whole network is used. Where devices of
+a node are linked one to one, g of them have g - 1 links each, and b_in is their sum.
 
 Sources: ring, pairwise exchange and the alpha-beta model: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of
 Collective Communication Operations in MPICH, IJHPCA 19 (2005) 49-66. Tree: the double binary tree of P. Sanders,
@@ -21,8 +21,8 @@ J. Speck, J. L. Träff, Two-tree algorithms for full bandwidth broadcast, reduct
 NCCL takes the algorithm that its model says is the fastest, and so does `fastest`.
 
 Not in the model: NCCL's protocols (LL, LL128) and their lower bandwidth, in-network reduction (SHARP), congestion.
-n is the size of the whole tensor: the input of a reduce-scatter, the output of an all-gather, what one rank sends in an
-all-to-all, its own share included.
+n is the size of the whole tensor: the input of a reduce-scatter, the output of an all-gather, or all that one rank
+sends in an all-to-all, its own share included.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class RankGroup:
 
     @property
     def per_node(self) -> int:
-        """Ranks on each node; the most where they are not equal."""
+        """Ranks on each node; the largest number where nodes differ."""
         return math.ceil(self.size / self.nodes)
 
 
 def group_of(topology: LinkTopology, *, size: int, stride: int = 1) -> RankGroup:
-    """The group of `size` ranks, each `stride` ranks after the one before, from the first rank of a node on.
+    """The group of `size` ranks, `stride` ranks apart, from the first rank of a node on.
 
     Args:
         topology: links of the nodes; ranks are numbered node by node.
@@ -75,7 +75,7 @@ def collective_s(
 
     Args:
         operation: kind of collective.
-        algorithm: ring for all; a tree for all-reduce only; hierarchical: within nodes, then between them.
+        algorithm: ring for all collectives; tree for all-reduce only; hierarchical: within nodes, then between them.
         group: ranks of the collective.
         topology: links between them.
         size: bytes of the whole tensor.
@@ -128,32 +128,32 @@ def _ring(times: int) -> Callable[[RankGroup, LinkTopology, float], float]:
 
 
 def _tree(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """A chain within each node, a double binary tree over the nodes; reduction, then broadcast."""
+    """Seconds of a chain within each node and a double binary tree over the nodes: reduction, then broadcast."""
     near = (group.per_node - 1) * topology.within.latency_s
     latency = near + math.ceil(math.log2(group.nodes)) * topology.between.latency_s
     return 2 * (latency + size / _bandwidth(group, topology))
 
 
 def _hierarchical_all_reduce(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """Reduce-scatter within nodes, all-reduce of the shares between nodes, all-gather within nodes."""
+    """Seconds of a reduce-scatter within nodes, an all-reduce of the shares between nodes, an all-gather within."""
     return 2 * _hierarchical_half(group, topology, size)
 
 
 def _hierarchical_half(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """Reduce-scatter within nodes, then of the shares between nodes; an all-gather the other way round."""
+    """Seconds of a reduce-scatter within nodes, then of the shares between nodes; an all-gather is the reverse."""
     within = _shares(group.per_node, topology.within, size)
     return within + _shares(group.nodes, topology.between, size / group.per_node)
 
 
 def _pairwise(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """Each rank sends every other its share; ranks of one node use the links within."""
+    """Seconds in which each rank sends its shares to all others; ranks of one node use the links within."""
     share = size / group.size
     near, far = group.per_node - 1, group.size - group.per_node
     return near * topology.within.seconds(share) + far * topology.between.seconds(share)
 
 
 def _hierarchical_all_to_all(group: RankGroup, topology: LinkTopology, size: float) -> float:
-    """First within nodes, so that each rank collects its node's data for its peers; then one message to each node."""
+    """Seconds of messages within nodes, which collect a node's data for each peer, then of one to each node."""
     return _shares(group.per_node, topology.within, size) + _shares(group.nodes, topology.between, size)
 
 

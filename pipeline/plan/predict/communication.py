@@ -1,4 +1,4 @@
-"""Communication of a rank in a step: the minimum by `engines.sizes.traffic`, and the engines' additional traffic.
+"""Communication of a rank in a step: the minimum by `engines.sizes.traffic`, and what engines add.
 
 `tests/plan/test_work.py` compares it with the collectives of steps executed on fake tensors.
 """
@@ -20,7 +20,7 @@ MATRIX_BYTES = 2
 """Bytes per element of a matrix that is orthogonalized on a GPU."""
 
 _GRADIENT_BYTES = 4
-"""Bytes per element of gradients that are reduced: in fp32, unless communication_data_type says bf16."""
+"""Bytes per element of reduced gradients: in fp32, unless communication_data_type says bf16."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Transfer:
 
 
 def transfers(layout: TrafficLayout) -> list[Transfer]:
-    """Collectives and messages of a step, by purpose, without those of a single rank or of a few numbers."""
+    """Collectives and messages of a step, by purpose, without groups of one rank and collectives of a few numbers."""
     found = [*_data_parallel(layout), *_within_layers(layout), *_pipeline(layout), *_matrices(layout)]
     return [each for each in found if len(each.ranks) > 1 and each.bytes]
 
@@ -76,7 +76,7 @@ def _sharded(layout: TrafficLayout, data: tuple[int, ...], *, shard: int, units:
 
 
 def _weights(layout: TrafficLayout) -> float:
-    """Bytes of all-gathers: FSDP2 gathers the last layer again too."""
+    """Bytes of all-gathers: FSDP2 also gathers the last layer a second time."""
     least, rank, run = traffic.gathered(layout), layout.rank, layout.run
     if layout.stage < 3:
         return least
@@ -84,7 +84,7 @@ def _weights(layout: TrafficLayout) -> float:
     if run.config.engine != "deepspeed":
         return least + layout.micro_batches * layout.size * rank.layers[-1]
     live = run.config.zero_optimization.stage3_max_live_parameters or int(1e9)
-    # what was gathered stays between the passes, up to the limit. From the second step on a layer that is recomputed
+    # gathered weights stay between the passes, up to the limit. From the second step on, a layer that is recomputed
     # stays for its backward pass, by `stage3_max_reuse_distance`
     again = max(0, rank.parameters - live) / rank.parameters
     return whole * (1 + again)
@@ -94,7 +94,7 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
     run, layers = layout.run, len(layout.rank.layers) * layout.micro_batches
     mode, every = run.config.memory.activation_checkpointing, run.config.memory.every_n_layers
     repeated = 1 / every if mode == "full" else 0.0
-    # of what is sent, selective does not keep gathers of tensor parallelism and messages of ring attention
+    # selective checkpointing keeps neither gathers of tensor parallelism nor messages of ring attention
     sent_again = 0.0 if mode == "none" else 1 / every
     if run.topology.tp > 1:
         ranks = group_of(run.topology, ("tp",))
@@ -116,7 +116,7 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
             yield Transfer("context", "all_to_all", exchanged, round(layers * 8 * (1 + repeated / 2)), ranks)
 
     if run.topology.ep > 1:
-        # on the links of the fullest rank are the rows that it gets, which are more than those that it sends
+        # the fullest rank's links carry the rows that it gets, which are more than the rows that it sends
         load, passes = expert_load(run, layout.widths).factor, 1 + repeated / 2
         exchanged = traffic.expert_exchanges(layout) * load * passes
         sparse = sum(each > 0 for each in layout.rank.experts) * layout.micro_batches
@@ -126,7 +126,7 @@ def _within_layers(layout: TrafficLayout) -> Iterator[Transfer]:
 
 
 def _matrices(layout: TrafficLayout) -> Iterator[Transfer]:
-    """Shards of hidden matrices to the ranks that orthogonalize them, and back, in bf16 on GPUs (`optim.muon`)."""
+    """Shards of hidden matrices, sent to the ranks that orthogonalize them and back, in bf16 on GPUs (`optim.muon`)."""
     run, elements = layout.run, layout.rank.apart()[0].matrices  # experts are whole on their ranks
     data = run.topology.dp * run.topology.cp
     sharded = layout.stage > 0 or run.topology.tp > 1  # else every rank has every matrix, and only results are sent
@@ -145,7 +145,7 @@ def _pipeline(layout: TrafficLayout) -> Iterator[Transfer]:
 
 @functools.cache
 def group_of(topology: Topology, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The ranks that differ from rank 0 along some axes only, in order."""
+    """The ranks that differ from rank 0 along the given axes only, in order."""
     found = [0]
     for axis in AXES:
         if axis in axes:

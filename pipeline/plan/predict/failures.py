@@ -11,12 +11,12 @@ from pipeline.runtime.goodput.failures.model import FailureModel, expected_goodp
 
 @dataclass(frozen=True)
 class UnderFailures:
-    """A plan with failures in it.
+    """Goodput, time and GPU-hours of a plan with failures.
 
     Attributes:
         goodput: expected share of the time that goes into steps that are kept.
         mtbf_s: mean time between failures of all nodes, in seconds.
-        interval_s: seconds between two checkpoints, the best by Daly.
+        interval_s: seconds between two checkpoints, the optimum by Daly.
         days: days of the run, failures included.
         gpu_hours: GPU-hours of all devices, failures included.
     """
@@ -29,7 +29,7 @@ class UnderFailures:
 
 
 def under_failures(plan: Plan, *, nodes: int) -> UnderFailures:
-    """Adds the failures of `nodes` nodes to a plan: Llama 3's rate per node, spares at hand, the best interval."""
+    """Adds failures of `nodes` nodes to a plan: Llama 3's rate, spares at hand, the best checkpoint interval."""
     model = with_best_interval(FailureModel(nodes=nodes))
     goodput = expected_goodput(model)
     return UnderFailures(

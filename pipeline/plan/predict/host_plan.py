@@ -1,4 +1,4 @@
-"""Memory and local disk that a run takes of a node's host: offload, checkpoints in memory, and the ranks' processes."""
+"""Memory and local disk that a run needs on a node's host: offload, checkpoints in memory, processes of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESS_BYTES = 4e9
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Memory and disk that the ranks of a node take of its host, if each takes as much as the largest.
+    """Memory and disk that a node's ranks need on its host, if each needs as much as the largest.
 
     Attributes:
         memory: kind -> bytes of host memory.
@@ -39,9 +39,9 @@ class HostPlan:
 
 
 def host_plan(run: ResolvedRun, footprint: Footprint, machine: Machine) -> HostPlan:
-    """Host memory and disk of the node whose ranks need most; none on a CPU, whose ranks have the host's memory.
+    """Host memory and disk of the node whose ranks need most; nothing on a CPU, whose ranks use the host's memory.
 
-    The page cache, which the kernel gives up, and a loader's batches, some MB, are not counted.
+    Not counted: the page cache, which the kernel frees on demand, and a loader's batches of some MB.
     """
     if not machine.gpu:
         return HostPlan({}, 0.0, None, None)
@@ -62,14 +62,14 @@ def host_plan(run: ResolvedRun, footprint: Footprint, machine: Machine) -> HostP
 
 
 def checkpoint_bytes(run: ResolvedRun, rank: RankModel) -> float:
-    """Bytes of a checkpoint that a rank writes, if ranks that hold the same share them out."""
+    """Bytes of a checkpoint that a rank writes, if ranks with equal shards divide the writes among them."""
     kind, topology = run.config.optimizer.kind, run.topology
     rest, experts = (kind.state_bytes(parameters=part.parameters, matrices=part.matrices) for part in rank.apart())
     return rest / (topology.dp * topology.cp) + experts / topology.edp
 
 
 def nvme_states(run: ResolvedRun, rank: RankModel) -> float:
-    """Bytes that a rank keeps on NVMe: master weights, optimizer states and fp32 gradients, and shards of weights."""
+    """Bytes that a rank keeps on NVMe: master weights, optimizer states, fp32 gradients, and shards of weights."""
     optimizer, weights = _to_nvme(run)
     shard = rank.parameters / (run.topology.dp * run.topology.cp)
     states = checkpoint_bytes(run, rank) + 4 * shard if optimizer else 0.0
@@ -85,7 +85,7 @@ def _to_nvme(run: ResolvedRun) -> tuple[OffloadOptimizerSection | None, OffloadP
 
 
 def _buffers(run: ResolvedRun, rank: RankModel) -> float:
-    """Bytes of a rank's page-locked buffers through which DeepSpeed swaps (0.19.8, `runtime/swap_tensor`)."""
+    """Bytes of page-locked buffers through which DeepSpeed swaps a rank's tensors (0.19.8, `runtime/swap_tensor`)."""
     optimizer, weights = _to_nvme(run)
     size, shard = 0.0, rank.parameters / (run.topology.dp * run.topology.cp)
     if optimizer is not None:

@@ -16,7 +16,7 @@ class Interval:
 
     @classmethod
     def of(cls, *values: float) -> Interval:
-        """The interval of three values: the second is typical, the others are in any order."""
+        """The interval of three values: the second is typical, the others may be in any order."""
         return cls(min(values), values[1], max(values))
 
     @classmethod
@@ -29,7 +29,7 @@ class Interval:
         return Interval.of(function(self.low), function(self.typical), function(self.high))
 
     def shown(self, text: Callable[[float], str]) -> str:
-        """The interval in words, e.g. "1.2 s (1.0 to 1.5)"; the number alone where it has no width."""
+        """The interval in words, e.g. "1.2 s (1.0 to 1.5)"; only the number if the interval has no width."""
         typical, low, high = text(self.typical), text(self.low), text(self.high)
         return typical if low == high else f"{typical} ({low} to {high})"
 

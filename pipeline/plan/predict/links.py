@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A device's connection to others, one direction.
+    """A device's connection to other devices, in one direction.
 
     Attributes:
         bandwidth: bytes per second that one device sends while it receives as many
@@ -31,8 +31,8 @@ class LinkTopology:
         devices_per_node: number of devices that `within` connects
         within: link between two devices of a node
         between: link between two devices of different nodes, each with its share of the node's network
-        operations: kind of collective -> link that replaces `within`, where it was measured
-        within_links: number of links that `within` sums up, one to each other device of the node; 1 for a switch
+        operations: kind of collective -> measured link that replaces `within`
+        within_links: number of links whose sum is `within`, one to each other device of the node; 1 for a switch
     """
 
     devices_per_node: int
@@ -47,7 +47,7 @@ class LinkTopology:
         return self if own is None else replace(self, within=own, operations={})
 
     def among(self, devices: int) -> LinkTopology:
-        """The links among some devices of a node: where each has a link to every other one, only those between them."""
+        """The links among some devices of a node: if every two devices have a link, only the links between these."""
         if self.within_links == 1 or devices < 2:
             return self
         share = min(1.0, (devices - 1) / self.within_links)

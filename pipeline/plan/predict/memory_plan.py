@@ -15,7 +15,7 @@ FORMULA_ERROR = 0.05
 """Relative error of the formulas against a step on fake tensors (tests/plan/fake_gpu/test_traffic_and_memory.py)."""
 
 LABELS = {"buffers": "communication buffers"}
-"""Kind -> its label, where the two differ."""
+"""Kind -> its label, where the label is another word."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MemoryPlan:
         phase: name of the phase that needs most.
         device: bytes of a device's memory.
         node: memory and disk that the ranks of a node take of its host.
-        host: bytes of host memory that the rank needs for offload, else 0. On a CPU they are counted in the phases too.
+        host: bytes of host memory that the rank needs for offload, else 0. On a CPU, `phases` counts them too.
     """
 
     pp_rank: int
@@ -56,7 +56,7 @@ class MemoryPlan:
 
 
 def with_margin(machine: Machine, margin: float) -> Machine:
-    """The machine without a share of each device's memory, for proposed layouts."""
+    """The machine with less memory on each device, by the share `margin`, for proposed layouts."""
     memory = machine.memory.model_copy(update={"bytes": machine.memory.bytes * (1 - margin)})
     return machine.model_copy(update={"memory": memory})
 
@@ -82,7 +82,7 @@ def host_fits(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> bool:
 
 
 def typical_peak(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> float:
-    """The typical peak alone, in bytes; quicker than `memory_plan`."""
+    """The typical peak in bytes, without the rest of the plan: quicker than `memory_plan`."""
     footprint = costs.shares(run).footprint
     return max(
         _with_overhead(each, machine, end=1)

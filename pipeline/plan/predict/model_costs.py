@@ -25,10 +25,10 @@ class StageFlops:
     """Forward FLOPs per token of one (virtual) stage, before tensor parallelism.
 
     Attributes:
-        layers: number of its decoder layers.
-        linear: FLOPs of the matrix products of its layers.
-        attention: FLOPs of scores and values: the causal half, which kernels compute.
-        experts: part of `linear` for a token's routed experts.
+        layers: number of decoder layers in the stage.
+        linear: FLOPs of matrix products in its layers.
+        attention: FLOPs of attention's scores and values, only the causal half, which kernels compute.
+        experts: part of `linear` that a token's routed experts take.
         head: FLOPs of the head; 0 on stages without it.
     """
 
@@ -59,8 +59,8 @@ class ModelCosts:
     Attributes:
         model: the model, on meta.
         size: parameters and FLOPs per token.
-        routed: elements that a mixture of experts sums over all ranks (see `TrafficLayout`).
-        experts_fit_fp8: whether its experts have grouped products in fp8, on a GPU that has them.
+        routed: number of elements that a mixture of experts sums over all ranks (see `TrafficLayout`).
+        experts_fit_fp8: whether the experts can use grouped products in fp8, on a GPU that has them.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class ModelCosts:
         """Counts a model.
 
         Raises:
-            ConfigError: the architecture is not built like Llama's, and the formulas do not hold.
+            ConfigError: the architecture is not built like Llama's: the formulas do not hold.
         """
         config: Any = model.config
         assert isinstance(config, PretrainedConfig)
@@ -96,7 +96,7 @@ class ModelCosts:
     def widths(self) -> Widths:
         """Sizes of its decoder layers."""
         found = widths_of(self.model.config)
-        assert found is not None  # `of` has refused the others
+        assert found is not None  # `of` has refused unknown architectures
         return found
 
     def shares(self, run: ResolvedRun) -> CostShares:
@@ -105,7 +105,7 @@ class ModelCosts:
         Raises:
             ConfigError: the architecture does not have the layout.
         """
-        if run.stage_devices.memory is not None:  # what fits depends on the whole config
+        if run.stage_devices.memory is not None:  # the whole config decides whether a stage fits
             return self._counted(run)
         topology, placed = run.topology, run.config.parallel.schedule_kind.v_shaped
         key = (topology.tp, topology.ep, topology.pp, run.virtual_stages, placed, *run.stage_devices.speeds)
@@ -121,7 +121,7 @@ class ModelCosts:
 
     def _counted(self, run: ResolvedRun) -> CostShares:
         footprint = footprint_of(run, self.model)
-        assert footprint is not None  # `of` has refused the others
+        assert footprint is not None  # `of` has refused unknown architectures
         linear, attention, experts, head = self._layers
         ranks: list[list[StageFlops]] = [[] for _ in footprint.ranks]
         stages = pipeline_stages(run, self.model)

@@ -1,12 +1,12 @@
-"""Exposed communication of sharded layers beside their computation, by a small event simulation.
+"""Simulates how computation hides the communication of sharded layers; the rest is exposed.
 
-One stream computes, one communicates, each in order, as with FSDP2 and DeepSpeed's ZeRO-3 on a GPU. In the forward pass
-weights of layer i + k are gathered while layer i computes (k: prefetch). In the backward pass layers come in the
-reverse order; weights are gathered again where they were freed, and gradients of a layer are reduce-scattered once they
-are computed. The gather of a layer may begin when the layer k visits before it begins to compute.
+One stream computes and one communicates, each in order, as with FSDP2 and DeepSpeed's ZeRO-3 on a GPU. In the forward
+pass weights of layer i + k are gathered while layer i computes (k: prefetch). In the backward pass layers come in the
+reverse order. Weights that were freed are gathered again, and a layer's gradients are reduce-scattered once they are
+computed. A layer's gather may begin when the layer k visits before it begins to compute.
 
-FSDP2 puts reduce-scatters on a stream of their own; they share the network with gathers, so both are simulated as one
-queue, with gathers first where both could begin.
+FSDP2 runs reduce-scatters on a stream of their own, which shares the network with the gathers. Both are simulated as
+one queue, with gathers first where both could begin.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LayerCosts:
     """Seconds of one layer and micro-batch on one rank.
 
     Attributes:
-        forward_s, backward_s: computation.
-        gather_s: all-gather of the layer's weights; 0 where they are whole.
-        reduce_s: reduce-scatter of the layer's gradients; 0 where they are not reduced after this micro-batch.
+        forward_s, backward_s: computation of the forward and of the backward pass.
+        gather_s: all-gather of the layer's weights; 0 where they are not sharded.
+        reduce_s: reduce-scatter of the layer's gradients; 0 where none follows this micro-batch.
     """
 
     forward_s: float
@@ -81,7 +81,7 @@ class Overlap:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which nothing computes: communication that computation does not hide."""
+        """Seconds in which nothing computes: communication that is not hidden."""
         return max(0.0, self.seconds - self.compute_s)
 
 
@@ -103,11 +103,11 @@ def overlapped(
 
     Args:
         layers: costs of the layers, in the order of the forward pass.
-        prefetch: number of layers whose weights are gathered ahead of the one that computes; with 0 every gather is
+        prefetch: number of layers whose weights are gathered ahead of the computing layer; with 0 every gather is
             exposed.
         regather: whether weights are freed after the forward pass and gathered again for the backward pass (ZeRO-3,
-            FSDP2's reshard_after_forward); else they are gathered once. The last layer's stay, as FSDP2 keeps them.
-        beside: whether communication may run beside computation; else each waits for the other.
+            FSDP2's reshard_after_forward); else they are gathered once. The last layer's weights stay, as in FSDP2.
+        beside: whether communication may run beside computation; else each waits for the other to end.
     """
     assert layers
     assert prefetch >= 0
@@ -154,7 +154,7 @@ def _simulate(visits: Sequence[_Visit], prefetch: int) -> Iterator[StreamEvent]:
 
 @dataclass
 class _Network:
-    """The stream that communicates: when it is free, and reductions that wait (ready, layer, seconds)."""
+    """The stream that communicates: when it is free, and which reductions wait (ready, layer, seconds)."""
 
     end: float = 0.0
     pending: deque[tuple[float, int, float]] = field(default_factory=deque)
@@ -165,7 +165,7 @@ class _Network:
         return StreamEvent(kind, layer, start, self.end)
 
     def reduce(self, *, before: float) -> Iterator[StreamEvent]:
-        """Runs the reductions that begin before a gather may."""
+        """Runs the reductions that can begin before the next gather."""
         while self.pending and max(self.pending[0][0], self.end) < before:
             ready, layer, seconds = self.pending.popleft()
             yield self.run("reduce", layer, ready=ready, seconds=seconds)

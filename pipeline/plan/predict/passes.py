@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class PassKind(StrEnum):
-    """Kinds of instructions; passes have the letters of the zero-bubble paper (arXiv:2401.10241)."""
+    """Kinds of instructions; the letters of passes are those of the zero-bubble paper (arXiv:2401.10241)."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -47,9 +47,8 @@ class Program:
 
     Attributes:
         ranks: instructions of every rank, in order.
-        placed: rank of every virtual stage.
-        waits_for_sends: whether a rank begins its next pass only when its sends have been received; else it computes
-            on.
+        placed: pipeline rank of every virtual stage.
+        waits_for_sends: whether a rank waits until its sends have been received before its next pass.
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -66,5 +65,5 @@ class Program:
         return len(self.placed)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a virtual stage."""
+        """The rank that runs a virtual stage."""
         return self.placed[stage]

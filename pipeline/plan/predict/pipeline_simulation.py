@@ -1,11 +1,10 @@
 """Simulates a step of a pipeline: every rank executes its program, and waits for messages of the others.
 
-A message is on its way from the moment when the sender has sent it and the receiver has asked for it (rendezvous, as
-NCCL and gloo do), and takes a given time. A pass begins when the rank is free and its input has arrived. Under NCCL the
-messages of a rank in one process group pass one after another, in the order of the program: those of the link to a
-neighbour where ranks have several stages (`Mesh.link_groups`), else all; the rank's next one in that group waits. Not
-simulated: messages of several groups that share a cable, collectives within a stage, the host's own time between two
-passes.
+A message starts once its sender has sent it and its receiver has asked for it (rendezvous, as in NCCL and gloo), and
+takes a given time. A pass begins when the rank is free and its input has arrived. Under NCCL a rank's messages in one
+process group pass one after another, in the order of the program; the next one waits. Where ranks have several stages,
+each link to a neighbour is a group (`Mesh.link_groups`); else all links are one group. Not simulated: messages of
+several groups that share a cable, collectives within a stage, the host's own time between two passes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pipeline.plan.predict.passes import RECEIVES, SENDS, Instruction, PassKind,
 
 
 class PassTimes(Protocol):
-    """The times of a virtual stage's passes."""
+    """Times of a virtual stage's passes."""
 
     def seconds(self, instruction: Instruction) -> float:
         """Seconds of a pass."""
@@ -33,8 +32,9 @@ class StageTimes:
 
     Attributes:
         forward_s: forward pass.
-        input_backward_s: gradients of the inputs, activation checkpointing's second forward pass included.
-        weight_backward_s: gradients of the weights. A schedule that does not split the backward pass takes the sum.
+        input_backward_s: gradients of the inputs, including the second forward pass of activation checkpointing.
+        weight_backward_s: gradients of the weights. A schedule that does not split the backward pass takes both
+            together.
     """
 
     forward_s: float
@@ -42,7 +42,7 @@ class StageTimes:
     weight_backward_s: float = 0.0
 
     def seconds(self, instruction: Instruction) -> float:
-        """Seconds of a pass. torch runs stage 0's whole backward pass with the weights: its inputs need no gradient."""
+        """Seconds of a pass. torch runs stage 0's backward pass with the weights: its inputs need no gradient."""
         backward = self.input_backward_s + self.weight_backward_s
         first = instruction.stage == 0
         return {
@@ -96,10 +96,10 @@ class Timeline:
         return sum(self.idle_s(rank) for rank in range(self.ranks)) / (self.ranks * self.seconds)
 
     def peak_in_flight(self, rank: int) -> int:
-        """Most micro-batches whose activations a rank holds at once, counted once for each virtual stage.
+        """Most micro-batches whose activations a rank holds at once, counted for each virtual stage separately.
 
-        Each counts from the beginning of its forward pass to the end of its backward pass, or of that of the weights
-        where it is split.
+        A micro-batch counts from the beginning of its forward pass to the end of its backward pass; where that is
+        split, to the end of the pass for the weights.
         """
         held, peak = 0, 0
         own = [each.instruction.kind for each in self.passes if each.rank == rank]
@@ -118,16 +118,16 @@ def simulate_pipeline(
     Args:
         program: program of the schedule.
         times: pass times of every virtual stage.
-        transfers: seconds of a micro-batch's hidden states from each virtual stage to the next; its gradients take as
-            long on the way back.
+        transfers: seconds of a micro-batch's hidden states from each virtual stage to the next; gradients take as long
+            on the way back.
         in_order: whether messages of a rank in one group pass one after another (NCCL).
     """
     assert len(times) == program.stages == len(transfers) + 1
-    # a rank that waits for what it sends has nothing behind it
+    # a rank that waits for its sends has no message queued behind one
     mail = _Mail(transfers, program, in_order and not program.waits_for_sends)
     ranks = [_Rank(rank, program, times, mail) for rank in range(len(program.ranks))]
     while not all(rank.finished for rank in ranks):
-        # each rank goes on until it waits for another: its own clock, so that the order of ranks does not matter
+        # each rank runs until it waits for another; ranks have their own clocks: their order here does not matter
         advanced = [rank.advance() for rank in ranks]
         assert any(advanced), f"deadlock: {[str(rank.next) for rank in ranks if not rank.finished]}"
     return Timeline(len(ranks), tuple(each for rank in ranks for each in rank.passes))
@@ -142,7 +142,7 @@ class _Mail:
     """Messages between stages, and when they have been received.
 
     Attributes:
-        arrivals: message -> time in seconds at which it arrives, once it has been sent, asked for, and had its turn on
+        arrivals: message -> time in seconds at which it arrives, once it was sent, was asked for, and had its turn on
             both ranks.
     """
 
@@ -155,7 +155,7 @@ class _Mail:
     _free: dict[Hashable, float] = field(default_factory=dict)
 
     def post(self, rank: int, message: _Message, now: float) -> None:
-        """Queues a send, or the receive that belongs to it, in its stream, which transfers one message at a time."""
+        """Queues a send, or the matching receive, in its stream, which transfers one message at a time."""
         stream = self._stream(rank, message)
         self._sides.setdefault(message, []).append((stream, now))
         self._streams.setdefault(stream, deque()).append(message)
@@ -175,7 +175,7 @@ class _Mail:
                 heads += list(self._streams[each])[:1]
 
     def _stream(self, rank: int, message: _Message) -> Hashable:
-        """The stream in which a message waits on a rank: one of its own where messages may overtake each other."""
+        """The stream in which a message waits on a rank; each message has its own where messages may overtake."""
         if not self.in_order:
             return rank, message
         forward, stage, _ = message
@@ -186,7 +186,7 @@ class _Mail:
 
 @dataclass
 class _Rank:
-    """A rank, its clock, and how far it has come in its program."""
+    """A rank, its clock, and its position in its program."""
 
     rank: int
     program: Program
@@ -235,7 +235,7 @@ class _Rank:
         return True
 
     def _input(self, instruction: Instruction) -> _Message | None:
-        """The message that a pass needs; None where its input is this rank's own."""
+        """The message that a pass needs; None where the rank makes the input itself."""
         forward, stage = instruction.kind is PassKind.FORWARD, instruction.stage
         source = stage - 1 if forward else stage + 1
         own = instruction.kind is PassKind.WEIGHT_BACKWARD or not 0 <= source < self.program.stages

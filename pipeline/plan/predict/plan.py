@@ -43,8 +43,8 @@ class Plan:
         split: seconds of a step, summed up in fewer parts.
         step_s: seconds of a step.
         tokens: training tokens of the whole run.
-        tokens_per_s: tokens per second of all ranks together.
-        mfu: model FLOPs utilization, 6N + 12Lhs over the dense peak of the run's dtype, of bf16 for fp8 too; None where
+        tokens_per_s: tokens per second, all ranks together.
+        mfu: model FLOPs utilization: 6N + 12Lhs over the dense peak of the run's dtype (for fp8, of bf16); None where
             the model's FLOPs are unknown.
         days: days of the run, without failures and evaluation.
         gpu_hours: GPU-hours of all devices, without failures and evaluation.
@@ -106,7 +106,7 @@ def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
 
 
 def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model: StepModel) -> StepTime:
-    """The typical time of a step alone: by closed forms for a search, simulated for what is shown.
+    """The typical time of a step alone: by closed forms for a search, simulated for display.
 
     Raises:
         ConfigError: the architecture does not have the layout.
@@ -115,7 +115,7 @@ def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model
 
 
 def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -> Rates:
-    """A machine's rates for a run's dtype and, on a calibrated machine, for the run's largest product, the MLP's."""
+    """A machine's rates for a run's dtype and, on a calibrated machine, for the run's largest product (the MLP's)."""
     config, widths = run.config, costs.shares(run).footprint.widths
     rows = run.batch.micro * run.batch.sequence_length // run.topology.cp
     inner = widths.intermediate if widths.experts else max(1, widths.intermediate // run.topology.tp)
@@ -124,7 +124,7 @@ def run_rates(run: ResolvedRun, costs: ModelCosts, machine: Machine, end: int) -
         dtype_of(config.fp8, bf16=config.bf16.enabled, fp16=config.fp16.enabled),
         end,
         product=TypicalProduct(rows, widths.hidden, inner),
-        # FSDP2 overlaps by CUDA streams: on a CPU its collectives are calls that return when they are done
+        # FSDP2 overlaps by CUDA streams: on a CPU its collectives block
         hidden=machine.gpu or config.engine == "deepspeed",
     )
 

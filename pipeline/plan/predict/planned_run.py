@@ -32,7 +32,7 @@ from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks
 
 VOCABULARY = 128_256
-"""Number of ids where neither the config nor a dataset gives it: Llama 3's."""
+"""Number of ids, as in Llama 3, where neither the config nor a dataset gives it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PlannedRun:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes for the processes of its mesh."""
+        """Number of nodes that the processes of its mesh need."""
         return -(-self.run.topology.world_size // self.machine.devices_per_node)
 
 
@@ -74,8 +74,8 @@ def open_run(
         path: path of the config.
         overrides: overrides of the config, as texts of `--set`.
         machine: machine of the nodes.
-        nodes: number of nodes; None for the fewest that the layout takes.
-        processes: number of ranks, on a CPU all on one host; None for all devices of the nodes.
+        nodes: number of nodes; None for the fewest that the layout needs.
+        processes: number of ranks, all on one host on a CPU; None for all devices of the nodes.
         imbalance: rows of the fullest expert-parallel rank over the mean; None for the load that `expert_load` assumes.
 
     Raises:
@@ -100,7 +100,7 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     Args:
         run: the run, resolved for its processes.
         machine: machine of the nodes.
-        vocabulary: number of ids of the tokenizer.
+        vocabulary: number of token ids of the tokenizer.
         notes: assumptions so far, one sentence each.
 
     Raises:
@@ -127,7 +127,7 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
 
 
 def check_fp8_machine(section: Fp8Section, model: nn.Module, machine: Machine) -> None:
-    """Refuses fp8 that a run would refuse on the machine, whose compute capability is known.
+    """Refuses fp8 where a run on the machine would: the machine's compute capability is known.
 
     Raises:
         ConfigError: the machine's GPUs are too old for the recipe, or have no kernel for experts in fp8.
@@ -138,7 +138,7 @@ def check_fp8_machine(section: Fp8Section, model: nn.Module, machine: Machine) -
 
 
 def _on_nodes(config: Config, machine: Machine, nodes: int | None, notes: list[str]) -> ResolvedRun:
-    """The run on all devices of some nodes; without a number, on the fewest nodes that its mesh takes."""
+    """The run on all devices of `nodes` nodes, or on the fewest nodes that its mesh needs if there is no number."""
     if nodes is not None:
         return resolve(config, world_size=nodes * machine.devices_per_node)
     refused: ConfigError | None = None
@@ -158,7 +158,7 @@ def _on_nodes(config: Config, machine: Machine, nodes: int | None, notes: list[s
 
 
 def _worlds(per_node: int) -> list[int]:
-    """Numbers of processes: a node, several nodes, then parts of a node."""
+    """Numbers of processes to try: a node, several nodes, then parts of a node."""
     return [*(per_node * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)), *_divisors(per_node)]
 
 
@@ -174,17 +174,17 @@ def _vocabulary(config: Config, notes: list[str]) -> int:
         try:
             return int(tokenizer_details(manifest_of(path, kind="tokens"))["vocab_size"])
         except (DataError, KeyError):
-            pass  # it is planned before the data is whole
+            pass  # a run may be planned before its data is complete
     given: Any = (config.model.config or {}).get("vocab_size")
     if isinstance(given, int):
         return given
     if config.model.path is None:
         notes.append(f"The dataset is not there: {VOCABULARY:,} ids are assumed (model.config.vocab_size).")
         return VOCABULARY
-    return 1  # the folder of the model says how many
+    return 1  # config.json in the model's folder has the number
 
 
 def present_machine(default: str) -> Machine:
-    """The shipped machine of this machine's GPU; the default without a GPU, or with one that is not known."""
+    """The shipped machine of this machine's GPU; the default without a GPU, or with an unknown GPU."""
     found = machine_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return found or load_machine(default)

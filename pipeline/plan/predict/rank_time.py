@@ -1,4 +1,4 @@
-"""Seconds of one rank of the pipeline at given rates: passes of its stages, and communication of a step by purpose."""
+"""Seconds of one pipeline rank at given rates: passes of its stages, and communication of a step by purpose."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pipeline.plan.predict.rates import Rates
 from pipeline.plan.predict.work import Pass, Passes, Work
 
 Collective = Callable[[Transfer, Rates], float]
-"""Function that gives the seconds of all collectives of a transfer."""
+"""Function that returns the seconds of all collectives of a transfer."""
 
 
 HOST_READ_S = 30e-6
-"""Seconds of a read of the device by the host, after which kernels start anew. Assumed: a copy of some numbers and the
-start of the next kernels, of 10 microseconds each."""
+"""Seconds of a read of the device by the host, after which kernels start anew. Assumed: a copy of a few numbers and the
+start of the next kernels, 10 microseconds each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class PassSeconds:
 
     Attributes:
         forward: the forward pass.
-        backward: the backward pass, with what is recomputed and the gradients of weights.
-        weights: part of the backward pass for the gradients of weights: as many FLOPs of products as the forward pass.
+        backward: the backward pass, with recomputation and the gradients of weights.
+        weights: part of the backward pass for the gradients of weights: its products have the FLOPs of the forward
+            pass.
     """
 
     forward: float
@@ -38,7 +39,7 @@ class StageSeconds:
     """Seconds of one micro-batch in a (virtual) stage.
 
     Attributes:
-        layers: number of its decoder layers.
+        layers: number of decoder layers in the stage.
         decoder: seconds of all these layers.
         head: seconds of the head and the loss.
     """
@@ -68,14 +69,14 @@ class RankTime:
     """Seconds of one rank.
 
     Attributes:
-        products, kernels: matrix products with attention, and other kernels, of a micro-batch; kernels with the host's
-            time for layers on a CPU.
+        products, kernels: matrix products with attention, and other kernels, of a micro-batch; on a CPU, kernels
+            include the host's time for layers.
         stages: passes of its (virtual) stages in order.
         tensor, context, experts, weights, gradients: communication of a step, hidden or not; "experts" is the exchange
-            of rows, with the host's reads of their number, but for what runs beside another micro-batch.
+            of rows with the host's reads of their number, without the part beside another micro-batch.
         matrices: exchange and orthogonalization of whole matrices by the optimizer (Muon), in a step.
-        message: one message of hidden states to the next stage, by the same model of collectives.
-        work: the work and communication that take these seconds.
+        message: one message of hidden states to the next stage, by the collectives' model.
+        work: work and communication that take these seconds.
     """
 
     products: float
@@ -92,7 +93,7 @@ class RankTime:
 
     @property
     def forward(self) -> float:
-        """Computation of a micro-batch's forward pass."""
+        """Seconds that a micro-batch's forward pass computes."""
         return sum(stage.forward for stage in self.stages)
 
     @property
@@ -102,12 +103,12 @@ class RankTime:
 
     @property
     def inside(self) -> float:
-        """Communication of a micro-batch for which its layers wait; a third of it in the forward pass."""
+        """Communication of a micro-batch for which its layers wait; a third belongs to the forward pass."""
         return (self.tensor + self.context + self.experts) / self.work.layout.micro_batches
 
     @property
     def busy(self) -> float:
-        """A micro-batch's passes with the communication for which layers wait."""
+        """Seconds of a micro-batch's passes, with the communication for which layers wait."""
         return self.forward + self.backward + self.inside
 
 
@@ -159,12 +160,11 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
 def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, exchange_s: float) -> float:
     """Seconds of a step's exchange of experts that the passes of another micro-batch hide (`parallel.ep_overlap`).
 
-    Each forward pass but the first is beside a backward pass, and in a pipeline, of 2 n passes of n micro-batches in
-    two stages, 2 n - 3 pp + 1 on the first rank, which has the fewest. The exchanges of each are hidden by no more
-    than the layers of the other compute, and no more than the share of communication that runs beside kernels. A pass
-    has two exchanges per layer, and full checkpointing repeats those of the forward pass in the backward pass: the
-    repeated ones are not hidden, nor is one of four turns, which has no product between
-    (tests/engines/parallel/test_overlapped_passes.py).
+    Without a pipeline, every forward pass but the first runs beside a backward pass. In a pipeline, 2 n - 3 pp + 1 of
+    the 2 n passes of n micro-batches in two stages do on the first rank, which has the fewest. A pass hides no more of
+    the other's exchanges than its layers compute, and no more than the share of communication that runs beside kernels.
+    A pass has two exchanges per layer. Full checkpointing repeats the forward pass's exchanges in the backward pass:
+    the repeated ones are not hidden, nor is one of four turns, which has no product between
     """
     run = work.layout.run
     if not run.overlaps_exchange:
@@ -181,7 +181,7 @@ def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, ex
 
 
 def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:
-    """Seconds of computation, with products at `flops_per_s`, and on a CPU of the host's work for `layers` layers."""
+    """Seconds of computation, with products at `flops_per_s` and, on a CPU, the host's work for `layers` layers."""
     forward, backward = (
         _products(each, rates, flops_per_s) + each.kernel_bytes / rates.memory + layers * host_s
         for each, host_s in ((passes.forward, rates.layer_forward_s), (passes.backward, rates.layer_backward_s))

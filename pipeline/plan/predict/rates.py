@@ -1,8 +1,8 @@
 """Rates of products, memory and links that a machine reaches, at one end of their ranges.
 
-An estimate is made three times, with all rates at their low, typical and high values. The three results are an interval
-that holds wherever the rates are within their ranges, since every time falls as any rate grows. The ranges of a shipped
-machine come from published figures (`sources` in its file), those of a calibrated one from repeated measurements.
+An estimate is made three times, with all rates at their low, typical and high values. Every time falls as any rate
+grows: the true value lies between the results as long as the rates are within their ranges. The ranges of a shipped
+machine come from published figures (`sources` in its file), those of a calibrated machine from repeated measurements.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Rates:
 
     Attributes:
         products: FLOP/s of the matrix products of decoder layers, in the run's dtype.
-        head: FLOP/s of the head's matrix products, in bf16 where those of decoder layers are in fp8.
+        head: FLOP/s of the head's matrix products, in bf16 even if those of decoder layers are in fp8.
         attention: FLOP/s of attention, which no engine computes in fp8.
-        memory: bytes/s that other kernels read and write.
+        memory: bytes/s that other kernels read and write together.
         topology: links between devices.
         host: link to the host's memory.
-        storage: bytes/s that a node writes.
+        storage: bytes/s that a node writes to storage.
         disk: bytes/s that a node reads or writes on its local disks.
         overlap: share of communication that can run beside kernels (see `machine.OVERLAP`).
         layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside
             products; 0 for this project's engines.
-        gpu: whether devices are GPUs, whose collectives are NCCL's; else gloo's.
-        layer_forward_s: seconds of the host for a layer's forward pass of a micro-batch; 0 where the host runs ahead of
-            a device.
-        layer_backward_s: seconds of the host for a layer's backward pass; 0 where the host runs ahead.
+        gpu: whether devices are GPUs with NCCL's collectives; else collectives are gloo's.
+        layer_forward_s: seconds of the host for one layer's forward pass over a micro-batch; 0 where the host runs
+            ahead of a device.
+        layer_backward_s: seconds of the host for one layer's backward pass; 0 where the host runs ahead.
     """
 
     products: float
@@ -80,9 +80,9 @@ def rates_of(
         machine: a shipped or a calibrated machine.
         dtype: dtype of the run's matrix products: fp8, bf16, fp16 or fp32.
         end: LOW, TYPICAL or HIGH.
-        product: a typical matrix product of the run, whose nearest measured one counts on a calibrated machine; None
+        product: a typical matrix product of the run; a calibrated machine uses the nearest product it measured. None
             for the rate of all products.
-        hidden: whether the engine computes on while it communicates.
+        hidden: whether the engine computes while it communicates.
     """
     efficiency, links, measured = machine.efficiency, machine.links, machine.measured
     unquantized = "bf16" if dtype == "fp8" else dtype

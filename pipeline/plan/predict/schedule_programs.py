@@ -1,9 +1,9 @@
-"""The programs of the pipeline schedules, taken from the libraries that run them, so that they cannot drift apart.
+"""The programs of the pipeline schedules, taken from the libraries that run them: they cannot drift apart.
 
 torch's interleaved schedules are tables with sends and receives, which its runtime executes. Its GPipe and 1F1B are
-loops: they are run here over a stage that computes nothing and notes what it is asked for. (Their tables are not used:
-in torch 2.13 that of 1F1B lacks the first micro-batch of the last stage.) DeepSpeed's 1F1B is a generator of
-instructions per tick.
+loops: here they run over a stage that computes nothing and records its calls. (Their tables are not used: in torch 2.13
+the table of 1F1B lacks the first micro-batch of the last stage.) DeepSpeed's 1F1B is a generator of instructions per
+tick.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEEPSPEED_KINDS = {
 
 
 def program_of(run: ResolvedRun) -> Program:
-    """The program of a resolved run with pp of 2 or more."""
+    """The program of a resolved run that has 2 or more pipeline ranks."""
     return make_program(
         run.config.engine,
         run.config.parallel.schedule,
@@ -51,13 +51,14 @@ def program_of(run: ResolvedRun) -> Program:
 
 @functools.cache
 def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Program:
-    """The program that an engine executes in a step. Needs no process group.
+    """Makes the program that an engine executes in a step. Needs no process group.
 
     Args:
         engine: "torch" or "deepspeed", as in the config.
         schedule: name of the schedule, as in `parallel.schedule`; DeepSpeed has "1f1b" only.
         ranks: number of pipeline ranks (pp), 2 or more.
-        micro_batches: number of micro-batches in a step, which `pipeline.config.rules.layout.check_schedule` allows.
+        micro_batches: number of micro-batches in a step, which `pipeline.config.rules.layout.check_schedule` has
+            allowed.
         virtual_stages: number of virtual stages per rank.
     """
     if engine == "deepspeed":
@@ -70,7 +71,7 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
     kind = getattr(schedules, ours.torch)
     if issubclass(kind, schedules.PipelineScheduleSingle):
         noted = [_run_loop(kind, rank, ranks, micro_batches) for rank in range(ranks)]
-        # 1F1B joins each send with the next receive, and waits for both; GPipe waits for sends at the end
+        # 1F1B joins each send with the next receive, and waits for both; GPipe waits for its sends at the end
         return Program(tuple(noted), tuple(range(ranks)), waits_for_sends=schedule == "1f1b")
     placed = tuple(ours.rank_of(stage, ranks) for stage in range(ranks * virtual_stages))
     own = [_RecordedStage(index, len(placed), ranks, rank=rank) for index, rank in enumerate(placed) if rank == 0]
@@ -79,7 +80,7 @@ def make_program(engine: str, schedule: str, *, ranks: int, micro_batches: int, 
 
 
 def _of_table(actions: list[Any]) -> Iterator[Instruction]:
-    """Instructions of a rank's actions, both of a pair, without sharding of weights and reduction of gradients."""
+    """Instructions of a rank's actions: both of a pair, without sharding of weights and reduction of gradients."""
     for action in (part for whole in actions for part in whole.sub_actions or (whole,)):
         kind = _TORCH_KINDS.get(action.computation_type.value)
         if kind is not None:
@@ -87,7 +88,7 @@ def _of_table(actions: list[Any]) -> Iterator[Instruction]:
 
 
 def _run_loop(kind: Any, rank: int, ranks: int, micro_batches: int) -> tuple[Instruction, ...]:
-    """Runs a schedule's loop over a stage that only notes its calls."""
+    """Runs a schedule's loop over a stage that only records its calls."""
     stage = _RecordedStage(rank, ranks, ranks, rank=rank)
     schedule = kind(stage, micro_batches, scale_grads=False)
     schedule._initialize_stage = lambda *_: None
@@ -100,7 +101,7 @@ def _no_loss(*_: Any) -> None:
 
 
 class _RecordedStage:
-    """A stage for torch's schedules, which notes their calls, and computes and sends nothing."""
+    """A stage for torch's schedules that records their calls, and computes and sends nothing."""
 
     submod = None
     has_backward = True
@@ -138,7 +139,7 @@ class _RecordedStage:
 
 def _deepspeed(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
     """The commands of DeepSpeed's TrainSchedule; each kind takes the micro-batches in order."""
-    quiet_deepspeed()  # a plan prints JSON there
+    quiet_deepspeed()  # a plan prints JSON to the same output
     from deepspeed.runtime.pipe.schedule import TrainSchedule  # noqa: PLC0415  imports torch
 
     done: Counter[PassKind] = Counter()

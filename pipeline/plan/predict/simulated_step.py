@@ -1,13 +1,12 @@
-"""A step's communication and pipeline simulated: the engine's own program, its links, and layers beside collectives.
+"""Simulates a step's communication and pipeline: the engine's own program and links, layers beside collectives.
 
-One replica of the pipeline is simulated, the one of rank 0, and of the data-parallel group its rank on each stage: the
-ranks of a group do the same at the same time.
+One replica of the pipeline is simulated, that of rank 0, and one rank per stage of each data-parallel group: the ranks
+of a group do the same at the same time.
 
-Collectives are those of the library that runs them. NCCL: rings, and for an all-reduce a double binary tree where that
-is faster by its model (its hierarchical algorithms need a network that reduces). gloo, on CPUs: rings.
+Collectives are those of the library. NCCL: rings, and for an all-reduce a double binary tree where NCCL's model finds
+it faster (its hierarchical algorithms need in-network reduction). gloo, on CPUs: rings.
 
-Simplified: data-parallel communication that is exposed comes after the pipeline's passes, instead of making each pass
-longer.
+Simplified: exposed data-parallel communication comes after the pipeline's passes, instead of making each pass longer.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class GatheredUnit:
 
     Attributes:
         name: "embedding", "layer 0" (the first of the rank), ..., "head".
-        elements: number of its weights on this rank, before sharding; without experts that no other rank holds.
-        forward_s, backward_s: seconds of a micro-batch's passes, with the communication for which they wait.
+        elements: number of its weights on this rank, before sharding; experts that no other rank holds are not counted.
+        forward_s, backward_s: seconds of a micro-batch's passes, with the communication for which the passes wait.
     """
 
     name: str
@@ -70,7 +69,7 @@ def units_of(rank: RankTime) -> list[GatheredUnit]:
 
 
 def algorithms(operation: Operation, *, gpu: bool) -> tuple[Algorithm, ...]:
-    """The algorithms between which NCCL (gloo on CPUs) chooses."""
+    """The algorithms among which NCCL (gloo on CPUs) chooses."""
     return ("ring", "tree") if gpu and operation == "all_reduce" else ("ring",)
 
 
@@ -99,14 +98,14 @@ class SimulatedStep:
         return PipelineTime(seconds, max(0.0, seconds - busy))
 
     def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
-        """Exposed seconds of gathers and reductions by layer; at least the share that cannot run beside kernels."""
+        """Exposed seconds of gathers and reductions by layer: at least the share that cannot run beside kernels."""
         how, count = data_parallel(run, rates), run.batch.accumulation
         units = units_of(rank)
         if how.every_pass:
             layers = layer_costs(units, gather_s=rank.weights / count, reduce_s=rank.gradients / count, regather=True)
             whole = rank.weights + rank.gradients
             return _limited(count * overlapped(layers).exposed_s, whole, share=how.gather_share)
-        # weights that are gathered once are there when the forward pass ends: gathers and reductions do not meet
+        # weights that are gathered once arrive before the forward pass ends: gathers and reductions do not meet
         gathers = layer_costs(units, gather_s=rank.weights, reduce_s=0.0, regather=False)
         reductions = layer_costs(units, gather_s=0.0, reduce_s=rank.gradients / how.reductions, regather=False)
         reduced = how.reductions * overlapped(reductions, regather=False).exposed_s
@@ -117,7 +116,7 @@ class SimulatedStep:
 
 
 def _limited(exposed_s: float, whole_s: float, *, share: float) -> float:
-    """Exposed seconds, where no more than `share` of the communication runs beside kernels."""
+    """Exposed seconds, where at most `share` of the communication runs beside kernels."""
     return max(exposed_s, (1 - share) * whole_s)
 
 
@@ -154,7 +153,7 @@ def _stage_times(rank: RankTime, number: int) -> StageTimes:
 
 
 def layer_costs(units: Sequence[GatheredUnit], *, gather_s: float, reduce_s: float, regather: bool) -> list[LayerCosts]:
-    """The communication of a micro-batch spread over the units of a rank by their elements.
+    """Spreads the communication of a micro-batch over a rank's units, by their elements.
 
     Args:
         units: units of the rank, in the order of the forward pass.

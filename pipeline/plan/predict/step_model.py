@@ -1,7 +1,7 @@
 """The part of a step's time that has two models: collectives, the pipeline, and exposed communication.
 
-`closed_form_step.CLOSED` for the search over a thousand layouts; `simulated_step.SIMULATED` for what is shown: the
-plan, the score, the best layouts of a search. All else of a step is computed once, for both, by `step_time`.
+`closed_form_step.CLOSED` is for the search over a thousand layouts. `simulated_step.SIMULATED` is for display: the
+plan, the score, the best layouts of a search. `step_time` computes the rest of a step, the same for both.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class StepModel(Protocol):
         ...
 
     def pipeline(self, run: ResolvedRun, ranks: Sequence[RankTime], rates: Rates) -> PipelineTime:
-        """Seconds of all passes of a step; the bubble is the time that the busiest rank waits."""
+        """Seconds of all passes of a step; the bubble is the busiest rank's waiting time."""
         ...
 
     def exposed(self, run: ResolvedRun, rank: RankTime, rates: Rates) -> float:
-        """Seconds of data-parallel communication of a step in which a rank computes nothing."""
+        """Seconds of a step's data-parallel communication in which a rank computes nothing."""
         ...
 
 
@@ -38,7 +38,7 @@ class DataParallel:
     """Data-parallel communication of an engine: how often it gathers weights and reduces gradients.
 
     Attributes:
-        every_pass: whether weights are gathered for each pass of each micro-batch (stage 3); else once in a step.
+        every_pass: whether weights are gathered for each pass of each micro-batch (stage 3); else once per step.
         reductions: number of micro-batches after which gradients are reduced.
         gather_share: share of the gathers that can run beside kernels.
         reduce_share: share of the reductions that can run beside kernels.
@@ -53,9 +53,9 @@ class DataParallel:
 def data_parallel(run: ResolvedRun, rates: Rates) -> DataParallel:
     """The data-parallel communication of a run's engine.
 
-    Stage 3 gathers and reduces in all passes; the others gather weights beside the first forward pass (FSDP2) or
-    after the update (DeepSpeed), and reduce gradients beside the backward pass of the last micro-batch, at stage 2
-    without a pipeline of every one. DeepSpeed without `overlap_comm` overlaps nothing below stage 3.
+    Stage 3 gathers and reduces in all passes. The other stages gather weights beside the first forward pass (FSDP2) or
+    after the update (DeepSpeed). They reduce gradients beside the last micro-batch's backward pass, and stage 2 without
+    a pipeline beside every one. DeepSpeed without `overlap_comm` overlaps nothing below stage 3.
     """
     stage, deepspeed = run.config.zero_optimization.stage, run.config.engine == "deepspeed"
     given = run.config.zero_optimization.overlap_comm

@@ -22,13 +22,13 @@ ADAM_HOST_BYTES = 32
 """Bytes per parameter that an AdamW update reads and writes in the host's memory, with fp32 states."""
 
 HOST_MEMORY_SHARE = 0.4
-"""Bandwidth of the host's memory for one device, over that of its link: assumed (two sockets of 12 DDR5 channels have
-about 0.8 TB/s for 8 devices with PCIe 5, of which half is reached)."""
+"""Memory bandwidth of the host for one device, over the bandwidth of the device's link. Assumed: two sockets of 12 DDR5
+channels have about 0.8 TB/s for 8 devices with PCIe 5, of which half is reached."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step of the slowest rank.
+    """Seconds of a training step on the slowest rank.
 
     Attributes:
         products: matrix products and attention.
@@ -38,7 +38,8 @@ class StepTime:
         expert_parallel: collectives of expert parallelism, for which layers wait.
         data_parallel: gathers of weights and reductions of gradients that no kernel hides.
         bubble: bubble of the pipeline.
-        optimizer: the update, with whole matrices that it moves and orthogonalizes, and the addition of gradients.
+        optimizer: the update, including exchange and orthogonalization of whole matrices, and the addition of
+            gradients.
         offload: transfers to the host and the update there.
         data: wait for the data loader.
         checkpoint: wait for a checkpoint, spread over the steps between two of them.
@@ -92,7 +93,7 @@ def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepM
         run: the resolved config.
         works: work of every pipeline rank.
         rates: rates of the machine.
-        model: model of collectives, pipeline and overlap: SIMULATED for what is shown, CLOSED for a search.
+        model: model of collectives, pipeline and overlap: SIMULATED for display, CLOSED for a search.
     """
     ranks = [rank_time(work, rates, model.collective) for work in works]
     slowest = max(ranks, key=lambda rank: rank.busy)
@@ -114,11 +115,11 @@ def step_time(run: ResolvedRun, works: list[Work], rates: Rates, *, model: StepM
 
 
 def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
-    """Seconds of gradients to the host, the update there, weights back, and weights of `offload_param` in every pass.
+    """Seconds of gradients to the host, the update there, weights back, and `offload_param`'s weights in every pass.
 
-    On NVMe, master weights, optimizer states and gradients are read and written once in a step, and weights read for
-    every pass and written once, by all ranks of a node from the same disks. Swaps are counted as not overlapped, as
-    with DeepSpeed's defaults of `pipeline_read` and `pipeline_write`.
+    On NVMe, master weights, optimizer states and gradients are read and written once per step. Weights are read for
+    every pass and written once. All ranks of a node share the disks. Swaps count as not overlapped, as with DeepSpeed's
+    defaults of `pipeline_read` and `pipeline_write`.
     """
     section, rank = run.config.zero_optimization, work.layout.rank
     if run.config.engine != "deepspeed":
@@ -139,11 +140,12 @@ def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
 
 
 def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) -> float:
-    """Bytes of the sums of gradients over micro-batches, which DeepSpeed keeps in the host's memory.
+    """Bytes copied to add up gradients over micro-batches, which DeepSpeed does in the host's memory.
 
-    At stage 3 each micro-batch copies this rank's partition there and back, in the dtype of the sums; below it those of
-    all parameters, as the passes have them, and from the second on back first (DeepSpeed 0.19.8, stage3.py:
-    `partition_grads`; stage_1_and_2.py: `async_accumulate_grad_in_cpu_via_gpu`).
+    At stage 3 each micro-batch copies this rank's partition to the host and back, in the dtype of the sums. Below stage
+    3 it copies the gradients of all parameters, in the passes' dtype; from the second micro-batch on, the sums are
+    copied back before that (DeepSpeed 0.19.8, stage3.py: `partition_grads`; stage_1_and_2.py:
+    `async_accumulate_grad_in_cpu_via_gpu`).
     """
     count = run.batch.accumulation
     if run.config.zero_optimization.stage == 3:
@@ -154,7 +156,7 @@ def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) 
 def _checkpoint(run: ResolvedRun, works: list[Work], rates: Rates, *, step_s: float) -> float:
     """Seconds per step for a checkpoint's copy to the host and, where training waits for it, its write.
 
-    With "auto", by the interval that a run would take after a save of this length.
+    The interval "auto" is the one that a run would choose after a save of this length.
     """
     section = run.config.run
     mine = max(checkpoint_bytes(run, work.layout.rank) for work in works)

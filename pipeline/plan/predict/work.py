@@ -1,6 +1,6 @@
 """Work of one rank in a step, by closed formulas: FLOPs of products and attention, bytes of other kernels.
 
-Shapes as in `rank_model`. The FLOPs are those of an executed step on fake tensors, but for the half of causal
+Shapes as in `rank_model`. The FLOPs equal those of a step executed on fake tensors, except for the half of causal
 attention that kernels skip (`tests/plan/test_work.py`).
 """
 
@@ -22,16 +22,16 @@ ATTENTION_BACKWARD = 2.5
 section 3.1)."""
 
 FORWARD_PASSES, BACKWARD_PASSES = 1.0, 1.5
-"""Bytes that compiled kernels other than products read and write, over the activations of a layer that its backward
-pass needs. Fitted to the kernels that Inductor writes for the shipped configs (docs/performance.md), within a
-quarter."""
+"""Bytes read and written by compiled kernels other than products, over the activations of a layer that its backward
+pass needs. Fitted, within a quarter, to the kernels that Inductor writes for the shipped configs
+(docs/performance.md)."""
 
 RECOMPUTED_PASSES = {"none": 0.0, "selective": 0.35, "full": 0.5}
-"""Bytes that kernels repeated by activation checkpointing read and write, over the same activations, by its mode."""
+"""Bytes read and written by kernels that activation checkpointing repeats, over the same activations, by mode."""
 
 EAGER_PASSES = 4.0
-"""Factor of these bytes without compilation: torchtitan's 8B trains 5,762 tokens/s eager and 6,667 compiled on 8 x
-H100, a difference of 24 microseconds per token, where the compiled kernels take 7."""
+"""Factor on these bytes without compilation. torchtitan's 8B trains 5,762 tokens/s eager and 6,667 compiled on 8 x
+H100: a difference of 24 microseconds per token, where the compiled kernels take 7."""
 
 LOSS_PASSES = 5.0
 """Bytes read and written by the loss, over those of the logits in the dtype of the forward pass."""
@@ -68,8 +68,8 @@ class Passes:
 
     Attributes:
         forward: the forward pass.
-        backward: the backward pass, with what is recomputed.
-        unquantized_weights: FLOPs of the backward pass for gradients of weights that an fp8 run computes in bf16.
+        backward: the backward pass, with recomputation.
+        unquantized_weights: FLOPs for gradients of weights in the backward pass that an fp8 run computes in bf16.
     """
 
     forward: Pass
@@ -99,8 +99,9 @@ class Work:
     Attributes:
         layout: inputs of the formulas of traffic.
         stages: work of its (virtual) stages in order.
-        update_bytes: bytes read and written in a step by the optimizer, and to add up gradients.
-        matrix_flops: FLOPs of the busiest rank in a step to orthogonalize hidden matrices (Muon), each on one rank.
+        update_bytes: bytes that the optimizer and the addition of gradients read and write in a step.
+        matrix_flops: FLOPs per step to orthogonalize hidden matrices (Muon), each on one rank; those of the busiest
+            rank.
         host_reads: number of reads of the device by the host in a step, for which layers wait.
     """
 
@@ -117,7 +118,7 @@ class Work:
 
     @property
     def backward(self) -> Pass:
-        """Backward pass of a micro-batch, all stages together, with what is recomputed."""
+        """Backward pass of a micro-batch, all stages together, with recomputation."""
         return sum((part.backward for stage in self.stages for part in (stage.decoder, stage.head)), _NOTHING)
 
 
@@ -149,14 +150,14 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
 
 
 def _host_reads(layout: TrafficLayout) -> float:
-    """Reads of expert parallelism's numbers of rows: one in each pass that computes a layer, recomputation included."""
+    """Reads of the number of rows for experts: one in each pass that computes a layer, recomputation included."""
     memory = layout.run.config.memory
     again = 1 / memory.every_n_layers if memory.activation_checkpointing == "full" else 0.0
     return sum(each > 0 for each in layout.rank.experts) * layout.micro_batches * (1 + again)
 
 
 def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in_fp8: bool) -> Passes:
-    """Work of a stage's layers, with the bytes of their activations. `in_fp8`: experts, but for weight gradients."""
+    """Work of a stage's layers; `in_fp8`: whether experts, except their weight gradients, are in fp8."""
     memory, layers = layout.run.config.memory, len(layout.rank.layers)
     tokens = layout.tokens / layout.run.topology.tp
     mode = memory.activation_checkpointing
@@ -168,7 +169,7 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in
     linear = flops.linear - flops.experts + experts
     again_linear = again * (linear - kept)
     again_experts = again * experts
-    if mode == "selective":  # grouped products are not among those that it keeps
+    if mode == "selective":  # selective checkpointing does not keep grouped products
         again_linear = again_experts = repeated * experts
     in_bf16 = (0.0, experts) if in_fp8 else (experts, 2 * experts + again_experts)
     watched = _watched(layout, flops)
@@ -190,7 +191,7 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in
 
 
 def _watched(layout: TrafficLayout, flops: StageFlops) -> float:
-    """FLOPs per token of QK-Clip's largest logits: the scores of attention's forward pass once more."""
+    """FLOPs per token of QK-Clip's largest logits: attention's scores in the forward pass, computed again."""
     if layout.run.config.optimizer.params.qk_clip is None:
         return 0.0
     widths = layout.widths
@@ -212,7 +213,7 @@ def compiled(run: ResolvedRun) -> bool:
 
 
 def _last_products(widths: Widths, flops: StageFlops) -> float:
-    """FLOPs per token of the last products of dense layers, before which a recomputation stops (not DeepSpeed's)."""
+    """FLOPs per token of dense layers' last products, before which a recomputation stops (not DeepSpeed's)."""
     of_layer = 6.0 * widths.hidden * widths.intermediate * widths.experts  # three products of every chosen expert
     sparse = round(flops.experts / of_layer) if of_layer else 0
     return 2.0 * widths.hidden * widths.dense * (flops.layers - sparse)

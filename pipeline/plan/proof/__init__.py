@@ -1,1 +1,1 @@
-"""`headrace prove`: equivalence of a layout with one plain process: gradients, losses, reshard; tolerances."""
+"""`headrace prove`: checks a layout against one plain process: gradients, losses, reshard; tolerances."""

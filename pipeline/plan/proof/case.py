@@ -20,8 +20,8 @@ class Case:
         config: a complete run config, as JSON; `run.dir` is replaced.
         processes: number of processes on this machine.
         save: steps after which the state is saved.
-        resume_from: name of an earlier case, and a step after which it saved its state: at the end of this case its
-            engine loads that state and repeats the steps after it.
+        resume_from: name of an earlier case, and a step after which it saved its state. At the end of this case its
+            engine loads that state and repeats the following steps.
         noise: relative size of random noise on the initial values; 0 for none.
     """
 
@@ -51,9 +51,9 @@ class CaseResult:
         heldout_loss: cross-entropy per target on held-out data after the last step, nats.
         layout: description of the layout.
         seconds: wall time from the start of its processes to their end, in seconds.
-        cpu_seconds: CPU time of all processes, in seconds.
+        cpu_seconds: CPU time of all processes together.
         error: the last lines of output of the rank that failed; None if the case succeeded.
-        refusal: error by which a rank refused the run; None if none did.
+        refusal: error with which a rank refused the run; None if none did.
     """
 
     directory: Path
@@ -78,7 +78,7 @@ def write_cases(cases: Sequence[Case], path: Path) -> None:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Reads what `write_cases` wrote."""
+    """Reads the cases that `write_cases` wrote."""
     return [Case.from_json(fields) for fields in json.loads(path.read_text())]
 
 
@@ -89,7 +89,7 @@ def write_result(result: CaseResult) -> None:
 
 
 def read_result(directory: Path) -> CaseResult:
-    """Reads what `write_result` wrote."""
+    """Reads the result that `write_result` wrote."""
     fields = json.loads((directory / "outcome.json").read_text())
     for name in ("losses", "grad_norms", "resumed_losses"):
         fields[name] = {int(step): value for step, value in fields[name].items()}

@@ -1,7 +1,7 @@
 """`python -m pipeline prove --config F`: checks that a config's layout is equivalent to one plain PyTorch process.
 
 The same layout and features run with a shrunk model on CPU processes of this machine. Gradients, losses and gradient
-norms are compared with a reference run on one plain PyTorch process; always in fp32, which isolates the layout, and in
+norms are compared with a reference run in one plain PyTorch process: always in fp32, which isolates the layout, and in
 the config's own precision.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 PROVEN, REFUTED, INCONCLUSIVE = 0, 1, 3
 READ_BY_REFERENCE = "loss, its state in one process"
-"""Name of the comparison of the reference's losses after it resumed from the layout's state."""
+"""Name of the loss comparison of the reference after it resumed from the layout's state."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m pipeline prove`."""
+    """Declares the arguments of `python -m pipeline prove`."""
     add_config_arguments(parser)
     parser.add_argument(
         "--processes", type=int, metavar="N", help="processes of the real run (default: the fewest that use every axis)"
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the proof; returns PROVEN, REFUTED or INCONCLUSIVE as the exit code.
 
     Raises:
-        ConfigError, DataError: the config cannot run, so that its layout is neither proven nor refuted.
+        ConfigError, DataError: the config cannot run: its layout is neither proven nor refuted.
     """
     started = time.monotonic()
     config = load_config(arguments.config, arguments.overrides)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(results: list[ProofResult]) -> tuple[int, str]:
-    """The exit code and its word. A layout is refuted by a quantity that rounding does not explain."""
+    """The exit code and its word. A quantity whose difference rounding does not explain refutes a layout."""
     if all(result.passed for result in results):
         return PROVEN, "proven"
     if all(result.passed or result.inconclusive for result in results):
@@ -84,7 +84,7 @@ def _verdict(results: list[ProofResult]) -> tuple[int, str]:
 
 
 def on_fewest_processes(config: Config) -> ResolvedRun:
-    """The config resolved for the fewest processes that use all its axes, with two data ranks if possible."""
+    """Resolves the config for the fewest processes that use all its axes, with two data ranks if possible."""
     axes = (
         config.parallel.pp or config.pipeline.stages,
         config.parallel.tp or config.tensor_parallel.autotp_size,
@@ -99,7 +99,7 @@ def on_fewest_processes(config: Config) -> ResolvedRun:
         derived = [max(1, config.train_batch_size // ((keys[0] or 1) * (keys[1] or 1)))]
     sizes = (config.parallel.hybrid_shard_size, config.zero_optimization.zero_hpz_partition_size)
     shard = [2 * size for size in sizes if size]
-    unit = fewest_processes(config) // model_ranks  # of data ranks, which ep and hybrid sharding need
+    unit = fewest_processes(config) // model_ranks  # unit of data ranks that ep and hybrid sharding need
     refused: ConfigError | None = None
     for dp in [*derived, *shard, 2 * unit, unit, 2, 4, 8, 1]:
         try:
@@ -123,7 +123,7 @@ def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
     cases: list[Case] = []
     for p in precisions:
         cases.append(shrunk.reference(f"reference-{p}", precision=p, tokens=tokens, save=saved))
-        # the layout resumes from the reference's state, and below the reference from the layout's
+        # the layout resumes from the reference's state; below, the reference resumes from the layout's
         source = (cases[-1].name, saved[1])
         cases.append(shrunk.layout(f"layout-{p}", precision=p, tokens=tokens, save=saved, resume_from=source))
     cases.append(replace(cases[0], name="resumed-fp32", resume_from=("layout-fp32", saved[1])))
@@ -144,7 +144,7 @@ def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
 def _look_at_noise(
     results: list[ProofResult], known: dict[str, tuple[Case, CaseResult]], work: Path
 ) -> list[ProofResult]:
-    """Runs the reference with noise of the size of rounding, in every precision in which the curves are not equal."""
+    """Runs the reference with noise as large as rounding, in every precision whose curves are not equal."""
     from pipeline.plan.proof.equivalence import with_noise  # noqa: PLC0415
     from pipeline.plan.proof.tolerance import UNIT_ROUNDOFF  # noqa: PLC0415
     from pipeline.plan.proof.worker import run_cases  # noqa: PLC0415
@@ -163,10 +163,10 @@ def _look_at_noise(
 
 
 def raise_refusal(case: Case, result: CaseResult) -> None:
-    """Raises the error of a case that its ranks refused.
+    """Raises the error with which the ranks of a case refused it.
 
     Raises:
-        HeadraceError: a rank refused it, although the checks of the config at its own size have passed.
+        HeadraceError: a rank refused the case, although the config passed the checks at its own size.
     """
     if result.refusal is not None:
         where = f"in the shrunk run {case.name}, whose sizes are not the config's"

@@ -21,11 +21,11 @@ from pipeline.plan.proof.case import Case, CaseResult
 from pipeline.plan.proof.tolerance import Tolerance
 
 RESUMED = "loss, resumed"
-"""Name of the comparison of losses after resuming from another layout's state."""
+"""Name of the loss comparison after resuming from another layout's state."""
 
 NEGLIGIBLE = 1e-3
 """A tensor whose gradient is below this share of the average (root mean square) is compared relative to that share: a
-gradient that is zero but for rounding (of a key's bias before a softmax) has no significant digits."""
+gradient that is zero but for rounding (e.g. of a key's bias before a softmax) has no significant digits."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,9 @@ class Comparison:
 def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     """The gradient of the first step by tensor, fp32, before clipping.
 
-    After one step the first state is (1 - beta) times the clipped gradient, of AdamW with its first beta, of Lion with
-    its second, of Muon's matrices with its momentum; with that beta 0 it is the gradient. SGD's momentum is the clipped
-    gradient plus the weight decay. The clipping factor follows from the norm. Elements that the state does not contain
-    are NaN.
+    After one step the first state is (1 - beta) times the clipped gradient. beta is AdamW's first, Lion's second, and
+    the momentum of Muon's matrices. With beta 0 the state is the gradient. SGD's momentum is the clipped gradient plus
+    the weight decay. The clipping factor follows from the norm. Elements that the state lacks are NaN.
     """
     directory = result.state(1)
     shapes = CheckpointWeights(directory).shapes
@@ -66,7 +65,7 @@ def first_gradient(case: Case, result: CaseResult) -> dict[str, Tensor]:
     stored = {each.key for each in read_metadata(directory).tensors}
     found: dict[str, Tensor] = {}
     for kind in filter(None, (section.kind, section.kind.rest)):
-        # of Muon some parameters have the state of one kind, others that of the other
+        # in Muon some parameters have the state of one kind, others that of the other kind
         own = {name: s for name, s in shapes.items() if named_state.moment_key(kind.states[0], name) in stored}
         found |= {name: state / _share(section, kind) for name, state in _read(kind.states[0], own, directory).items()}
     if section.kind.l2_decay:
@@ -84,7 +83,7 @@ def _share(section: OptimizerSection, kind: OptimizerKind) -> float:
 
 
 def _decay_within(case: Case, section: OptimizerSection, weight: Tensor, momentum: Tensor) -> Tensor | float:
-    """The L2 weight decay within the momentum after the first step, from the weight after it: undoes the update."""
+    """The L2 weight decay in the momentum after the first step, found by undoing the update of the weight."""
     if momentum.ndim < 2:
         return 0.0
     params, scheduler = section.params, case.config.get("scheduler")
@@ -101,7 +100,7 @@ def _read(kind: str, shapes: Mapping[str, torch.Size], directory: Path) -> dict[
 
 
 def relative_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Tensor -> ||found - expected|| / ||expected||; infinite where one of the two lacks it."""
+    """Tensor -> ||found - expected|| / ||expected||; infinite where either lacks the tensor."""
     total = math.sqrt(sum(float(e.double().square().sum()) for e in expected.values()))
     average = total / math.sqrt(sum(e.numel() for e in expected.values()))
     relative: dict[str, float] = {}

@@ -12,8 +12,8 @@ from pipeline.plan.proof.compare import Comparison, compare, first_gradient, rel
 from pipeline.plan.proof.tolerance import Tolerance, fp32_tolerance, half_tolerance
 
 NOISE_FACTOR = 10.0
-"""Largest difference of a layout over that of noise on the initial values: a layout rounds differently in every one of
-20 steps, noise is added once."""
+"""Largest allowed ratio of a layout's difference to that of noise on the initial values: a layout rounds differently in
+each of 20 steps, and noise is added once."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class ProofResult:
         gradient: tensor -> relative difference of the first gradient.
         tolerance: allowed differences.
         error: last lines of output of a rank when a run failed; None otherwise.
-        noise: the largest difference, by quantity, of a reference run whose initial values have noise of the size of
-            rounding; None where that was not run.
+        noise: largest difference, by quantity, of a reference run whose initial values have noise as large as rounding;
+            None where there was no such run.
     """
 
     precision: str
@@ -41,14 +41,14 @@ class ProofResult:
     def inconclusive(self) -> bool:
         """Whether the curves differ, but no more than rounding explains.
 
-        Then the first gradients are equal, and one plain process with noise of the size of rounding differs from itself
+        Then the first gradients are equal, and one plain process with noise as large as rounding differs from itself
         about as much.
         """
         failed = [each for each in self.comparisons if not each.passed]
         if self.error is not None or not failed or self.noise is None:
             return False
         curve = {name: NOISE_FACTOR * value for name, value in self.noise.items()}
-        # what is compared after a resume is a loss, too
+        # a quantity compared after a resume is a loss, too
         return all(each.difference <= curve.get(each.quantity, curve["loss"]) for each in failed) and not any(
             each.quantity == "gradient" for each in failed
         )
@@ -59,7 +59,7 @@ class ProofResult:
         return self.error is None and all(comparison.passed for comparison in self.comparisons)
 
     def wrong_gradients(self) -> list[tuple[str, float, float]]:
-        """Tensors whose gradients are out of tolerance: name, difference, tolerance; the largest difference first."""
+        """Tensors with gradients out of tolerance: (name, difference, tolerance), the largest difference first."""
         assert self.gradient is not None
         assert self.tolerance is not None
         allowed = self.tolerance.gradient
@@ -96,7 +96,7 @@ def check_equivalence(
 def with_noise(
     result: ProofResult, perturbed: tuple[Case, CaseResult], reference: tuple[Case, CaseResult]
 ) -> ProofResult:
-    """The result, with the differences between a perturbed reference and the reference.
+    """The result, with the differences between a reference with noise and the reference.
 
     Args:
         result: result of a layout, in the precision of both references.

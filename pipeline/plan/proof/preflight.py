@@ -1,4 +1,4 @@
-"""Refuses a run before any rank of a proof is started, by the checks of `headrace check` on the real config."""
+"""Refuses a run before a proof starts any rank, by the checks of `headrace check` on the real config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.run.prepare import check_fallbacks, first_values
 
 
 def check_run(run: ResolvedRun) -> None:
-    """Builds the real model on meta and checks the real layout; its data, directories and GPUs are not looked at.
+    """Builds the real model on meta and checks the real layout; data, directories and GPUs are not checked.
 
     Args:
         run: the user's run, resolved for its own number of processes.
@@ -32,7 +32,7 @@ def check_run(run: ResolvedRun) -> None:
     torch.set_num_threads(1)  # ranks are forked from this process
     config = run.config
     here = {"model.attn_implementation": proven_attention(config.model)}
-    if config.compile.backend == "inductor":  # whose compilers a proof does without
+    if config.compile.backend == "inductor":  # a proof does without inductor's compilers
         here["compile.backend"] = TRACED
     run = replace(run, config=changed(config, here))
     model = build_meta(real_model(run), dtype=model_dtype(config), attn_implementation=attention_of(run))

@@ -1,4 +1,4 @@
-"""One rank of a proof's training run: the usual preparation, engine and data loader, without journal or checkpoints.
+"""One rank of a proof's training run: the usual preparation, engine and loader, without journal or checkpoints.
 
 Importing this module imports all dependencies of a rank.
 """

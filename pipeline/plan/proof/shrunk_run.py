@@ -1,9 +1,9 @@
 """Shrinks a run to a size that can be proven on one machine: the same layout, features and code paths, tiny sizes.
 
 Every axis with more than one rank keeps two. Engine, ZeRO stage, schedule, offload, precision, activation
-checkpointing, loss, the balance of experts, the dtype of reduction and secondary shards (hpZ) are kept; compiled layers
-are traced as for inductor, without its kernels. DeepSpeed's size thresholds are scaled so that it takes the same code
-paths: buckets are filled more than once, and matrices are partitioned.
+checkpointing, loss, expert balancing, reduction dtype and secondary shards (hpZ) are kept. Compiled layers are traced
+as for inductor, without its kernels. DeepSpeed's size thresholds are scaled to take the same code paths: buckets are
+filled more than once, and matrices are partitioned.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SEQUENCE = 32
 
 VOCABULARY = 256
 _LAYOUT_KEYS = frozenset({"parallel", "memory", "aio", "compile", "communication_data_type"})
-"""Sections and keys that a plain process does without."""
+"""Sections and keys that a plain process does not need."""
 
 _MOMENTUM, _SGD_DECAY, _LOGIT = 0.9, 1e-3, 5e-3
 TRACED = "aot_eager"
-"""Backend that traces layers as for inductor, forward and backward, and compiles no kernels: those of a CPU are not
-those of a GPU, and take minutes."""
+"""Backend that traces layers as for inductor, forward and backward, without compiling kernels: a CPU's kernels are not
+a GPU's, and compiling takes minutes."""
 
 _BUCKET = 4096
 _ZERO_SIZES = {
@@ -49,7 +49,7 @@ _ZERO_SIZES = {
         "reduce_bucket_size": _BUCKET,
         "sub_group_size": 4 * _BUCKET,
         "stage3_prefetch_bucket_size": _BUCKET,
-        # norms stay on every rank, matrices are partitioned
+        # norms stay on every rank; matrices are partitioned
         "stage3_param_persistence_threshold": 64,
     },
 }
@@ -63,7 +63,7 @@ class ShrunkRun:
 
     Attributes:
         topology: mesh of the shrunk layout.
-        notes: features that were left out or replaced, for the user.
+        notes: features that were left out or replaced, in words for the user.
         config: config of the shrunk layout in fp32, without `data.sources`.
         precision: the run's own precision: fp32, bf16 or fp16.
     """
@@ -74,7 +74,7 @@ class ShrunkRun:
     precision: str
 
     def layout(self, name: str, *, precision: str, tokens: Path, **fields: Any) -> Case:
-        """The layout as a case."""
+        """The shrunk layout as a case."""
         config = with_precision({**self.config, "data": self._data(tokens)}, precision)
         return Case(name, config, processes=self.topology.world_size, **fields)
 
@@ -88,7 +88,7 @@ class ShrunkRun:
 
 
 def reference_config(config: ConfigTree, *, dp: int) -> ConfigTree:
-    """A layout's config for one plain process, with the same samples in every step."""
+    """A layout's config turned into that of one plain process, with the same samples in every step."""
     kept = {key: value for key, value in config.items() if key not in _LAYOUT_KEYS}
     loss = {key: value for key, value in config.get("loss", {}).items() if key != "chunk"}
     accumulation = config["gradient_accumulation_steps"] * dp
@@ -130,7 +130,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
     model = shrink(
         hf_config,
         divide=topology.tp * topology.cp,
-        # one more than there are stages, so that the stages are unequal
+        # one more layer than stages, so that the stages are unequal
         layers=topology.pp * run.virtual_stages + 1,
         vocab_size=VOCABULARY,
         lengths=lengths,
@@ -192,7 +192,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
 
 
 def _kernel_notes(run: ResolvedRun, attention: str) -> Iterator[str]:
-    """Notes on the kernels of GPUs that were replaced."""
+    """Yields notes on replaced GPU kernels."""
     config = run.config
     if attention != config.model.attn_implementation:
         yield f"{config.model.attn_implementation} needs a GPU: proven with {attention}"
@@ -201,7 +201,7 @@ def _kernel_notes(run: ResolvedRun, attention: str) -> Iterator[str]:
 
 
 def real_model(run: ResolvedRun) -> PretrainedConfig:
-    """The Hugging Face config of a run's model at its own size, for data with the special tokens of a proof's.
+    """The Hugging Face config of a run's full-size model, for data that has the same special tokens as a proof's.
 
     Raises:
         ConfigError, DataError: the architecture or a key is unknown, or `model.path` is no Hugging Face folder.
@@ -211,13 +211,13 @@ def real_model(run: ResolvedRun) -> PretrainedConfig:
 
 
 def proven_attention(section: ModelSection) -> str:
-    """The attention implementation of a proof, on CPUs."""
+    """The attention implementation in a proof, on CPUs."""
     given: str = section.attn_implementation
     return "sdpa" if given.startswith("flash_attention") else given
 
 
 def _shrink_parametrization(section: ModelSection, model: PretrainedConfig) -> ConfigTree:
-    """CompleteP from a base model of two layers, with half of the heads and of the width where they can be halved."""
+    """CompleteP from a base model of two layers; its heads and width are half the model's where they can be halved."""
     if section.parametrization == "standard":
         return {}
     keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -235,21 +235,21 @@ def _compile_notes(section: CompileSection) -> Iterator[str]:
 
 
 def _visible_gradient(optimizer: OptimizerSection, notes: list[str]) -> ConfigTree:
-    """Replacements for parameters of an optimizer whose first state would not show the first gradient (SGD)."""
+    """Replaces parameters of an optimizer (SGD) whose first state would not show the first gradient."""
     replaced: ConfigTree = {}
     given, need = optimizer.type, optimizer.kind.states_need
     if need and not optimizer.kind.states:
         replaced[need] = _MOMENTUM
         notes.append(f"{given} without {need} keeps no state that shows the first gradient: proven with {_MOMENTUM}")
     if optimizer.kind.l2_decay and optimizer.params.weight_decay > _SGD_DECAY:
-        # at 0.1 and clipped to a fiftieth, rounding of the sum of both was seen to be 2.6e-5 of the gradient
+        # with decay 0.1 and clipping to a fiftieth, rounding of gradient plus decay was 2.6e-5 of the gradient
         replaced["weight_decay"] = _SGD_DECAY
         notes.append(f"in {given}'s momentum a larger weight decay hides the first gradient: proven with {_SGD_DECAY}")
     return replaced
 
 
 def _crossed_threshold(optimizer: OptimizerSection, notes: list[str]) -> ConfigTree:
-    """A threshold of QK-Clip that the logits of a tiny model cross."""
+    """A QK-Clip threshold that a tiny model's logits cross."""
     given = optimizer.params.qk_clip
     if given is None or given <= _LOGIT:
         return {}
@@ -258,7 +258,7 @@ def _crossed_threshold(optimizer: OptimizerSection, notes: list[str]) -> ConfigT
 
 
 def _cpu_supports_fp16() -> bool:
-    """Whether the CPU has fp16 instructions; DeepSpeed's own check before it runs fp16 on a CPU."""
+    """Whether the CPU has fp16 instructions; DeepSpeed checks the same before it runs fp16 on a CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
@@ -268,7 +268,7 @@ def _shrink_mesh(run: ResolvedRun) -> tuple[Topology, int | None]:
     shard, data = run.config.parallel.hybrid_shard_size, run.topology.dp * run.topology.cp
     hpz = run.config.zero_optimization.zero_hpz_partition_size
     replicated = not hpz and shard is not None and 1 < shard < data
-    if hpz or replicated:  # two groups, or replicas, of two
+    if hpz or replicated:  # two shard groups, or replicas, of two ranks
         dp = 4 // cp
     ep, edp = min(run.topology.ep, 2), min(run.topology.edp, 2)
     if ep > 1:

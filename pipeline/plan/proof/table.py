@@ -10,13 +10,13 @@ from rich.table import Table
 from pipeline.plan.proof.equivalence import ProofResult
 
 _MAX_ROWS = 12
-"""Tensors listed when gradients are out of tolerance."""
+"""Most tensors listed when gradients are out of tolerance."""
 
 
 def print_results(results: Sequence[ProofResult], *, gradients: bool = False) -> None:
     """Prints the largest difference of every quantity with its tolerance and location; then errors and gradients."""
     console = Console(highlight=False)
-    if not console.is_terminal:  # do not wrap at 80 columns in a log
+    if not console.is_terminal:  # a log is not wrapped at 80 columns
         console = Console(highlight=False, width=140)
     if any(result.comparisons for result in results):
         console.print(_overview(results))

@@ -14,7 +14,7 @@ EOS = 0
 
 
 def write_tokens(directory: Path, *, vocab_size: int, tokens: int, longest: int) -> Path:
-    """Writes documents with a learnable structure: every id is followed by one of three ids.
+    """Writes documents with a structure to learn: every id is followed by one of three ids.
 
     Args:
         directory: directory to create.

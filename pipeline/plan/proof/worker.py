@@ -3,8 +3,8 @@
     python -m pipeline.plan.proof.worker CASES.json DIRECTORY
 
 The parent imports everything, which takes seconds, and then forks the ranks of one case after another, which takes
-milliseconds. Every case starts with fresh library state: DeepSpeed keeps its process groups in globals, so two layouts
-in one process would interfere. The parent itself never computes, and never has a second thread.
+milliseconds. Every case starts with fresh library state: DeepSpeed keeps its process groups in globals, and two layouts
+in one process would interfere. The parent never computes and never has a second thread.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pipeline.run.preload import preload
 from pipeline.runtime.launch.group import free_port
 
 REFUSAL = "refusal.txt"
-"""File in a case's directory with the error by which one of its ranks refused the run."""
+"""File in a case's directory with the error with which one of its ranks refused the run."""
 
 TIMEOUT_S = 240.0
-"""Seconds after which a case counts as hung. The slowest in the tests takes about a tenth of it."""
+"""Seconds after which a case counts as hung. The slowest case in the tests takes about a tenth."""
 
 
 def run_cases(
@@ -76,7 +76,7 @@ def _preload_for(cases: Sequence[Case]) -> None:
     if any(case.config.get("engine", "deepspeed") == "deepspeed" and _offloads_to_disk(case.config) for case in cases):
         from pipeline.engines.deepspeed.operators import compile_async_io  # noqa: PLC0415
 
-        compile_async_io()  # the time limit is of a case, not of a compiler
+        compile_async_io()  # the time limit is for a case, not for a compiler
 
 
 def _offloads_to_disk(config: ConfigTree) -> bool:
@@ -115,7 +115,7 @@ def _fork(case: Case, case_directory: Path, *, rank: int, port: int) -> int:
 
                 run_rank(case, case_directory, rank=rank, port=port)
                 code = 0
-            except BaseException as error:  # whatever it is, the parent must see it
+            except BaseException as error:  # the parent must see any error
                 traceback.print_exc()
                 if isinstance(error, ConfigError | DataError):
                     (case_directory / REFUSAL).write_text(str(error))

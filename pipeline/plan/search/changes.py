@@ -1,4 +1,4 @@
-"""Finds the change of one setting of the layout that gives most tokens per second and fits."""
+"""Finds the one change of the layout that gives most tokens per second and fits in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.runtime.machines.machine import Machine
 
 _WORTH_IT = 1.01
-"""Least speed-up of a change that is proposed."""
+"""Least speed-up of a proposed change."""
 
 _SIMULATED = 4
 """Number of changes that are simulated: the fastest by closed forms."""
@@ -49,11 +49,11 @@ class Change:
 def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: Plan) -> Change | None:
     """The change that helps most: the fastest that fits.
 
-    Changes of the layout alone: the loss curve stays the same. For a run that does not fit, changes of one setting come
-    first, then of two.
+    Only the layout changes: the loss curve stays the same. For a run that does not fit, changes of one setting are
+    tried first, then changes of two.
 
     Returns:
-        None where nothing fits, or nothing makes a fitting run faster.
+        None where no change fits, or none makes a fitting run faster.
     """
     single = [each for each in _neighbours(run, costs.widths) if machine.gpu or "compile.enabled" not in each]
     found = [each for sets in single if (each := evaluated(run, costs, machine, sets)) is not None]
@@ -70,7 +70,7 @@ def nearest_change(run: ResolvedRun, costs: ModelCosts, machine: Machine, plan: 
 
 
 def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: Sequence[Change]) -> Change | None:
-    """The fastest by simulation of the first few changes that the architecture supports, given in order of speed."""
+    """The fastest by simulation of the first few changes, in order of speed, that the architecture supports."""
     found: list[Change] = []
     for each in changes:
         if len(found) == _SIMULATED:
@@ -84,7 +84,7 @@ def _simulated(run: ResolvedRun, costs: ModelCosts, machine: Machine, changes: S
 
 
 def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Change | None:
-    """A change with its peak and time; None for one that no rule allows or that does not fit."""
+    """Evaluates a change's peak and time; None if a rule refuses it or it does not fit."""
     try:
         other = applied(run, sets)
         if (
@@ -103,13 +103,13 @@ def evaluated(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappi
 
 
 def applied(run: ResolvedRun, sets: Mapping[str, Any]) -> ResolvedRun:
-    """The run with other settings on the same processes; a fallback layout would hide that one does not fit them."""
+    """The run with other settings on the same processes; no fallback layout, which would hide a misfit."""
     config = changed(run.config, {"launch.fallback_layouts": (), **sets})
     return replace(resolve(config, world_size=run.topology.world_size), imbalance=run.imbalance)
 
 
 def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
-    """Changes of one setting; whether a rule allows them is checked later."""
+    """Changes of one setting; the rules check them later."""
     yield from _batches(run)
     yield from _sharding(run)
     yield from _axes(run, widths)
@@ -117,7 +117,7 @@ def _neighbours(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
 
 
 def _batches(run: ResolvedRun) -> Iterator[ConfigTree]:
-    """Other micro-batches of the same global batch, and activation checkpointing."""
+    """Yields other micro-batches of the same global batch, and activation checkpointing."""
     config, micro = run.config, run.batch.micro
     derived = {} if config.gradient_accumulation_steps is None else {"gradient_accumulation_steps": None}
     sizes = {micro * 4, micro * 2, micro // 2, micro // 4, 1} - {0, micro}
@@ -137,7 +137,7 @@ def _sharding(run: ResolvedRun) -> Iterator[ConfigTree]:
 
 
 def _axes(run: ResolvedRun, widths: Widths) -> Iterator[ConfigTree]:
-    """Other sizes of an axis, and other schedules of a pipeline."""
+    """Yields other sizes of an axis, and other schedules of a pipeline."""
     sparse = ("ep",) if widths.experts else ()
     for axis in ("tp", "pp", "cp", *sparse):
         size = getattr(run.topology, axis)

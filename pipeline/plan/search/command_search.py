@@ -28,7 +28,7 @@ from pipeline.run.before.memory_summary import shown_bytes
 
 _SHOWN = 12
 _BUDGET_S = 60.0
-"""CPU seconds for executing steps where `--verify` does not say how many."""
+"""CPU seconds for executing steps if `--verify` gives no number."""
 _HEAD = ("layout", "micro-batch", "checkpointing", "step, s", "tokens/s", "peak", "executed")
 
 
@@ -36,7 +36,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     """Searches layouts, executes the best on fake tensors, and writes the results.
 
     Raises:
-        ConfigError: no layout fits (the error names the nodes that would do), or `--out` cannot be written.
+        ConfigError: no layout fits (the error names the number of nodes that would), or `--out` cannot be written.
     """
     out = Path(arguments.out or "out/plan")
     planned = replace(planned, machine=with_margin(planned.machine, arguments.memory_margin))
@@ -45,7 +45,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     count = _SHOWN if arguments.verify is None else arguments.verify
     best = allowed(found.fitting(), planned.costs, count=max(_SHOWN, count))
     own = [each for each in best if "fp8.enabled" not in each.sets]
-    if not own:  # all of the fastest are in fp8
+    if not own:  # all of the fastest layouts are in fp8
         own = allowed((each for each in found.fitting() if "fp8.enabled" not in each.sets), planned.costs, count=_SHOWN)
     if not own:
         raise _nothing_fits(planned, found)
@@ -77,7 +77,7 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
 
 
 def _check_out(out: Path) -> None:
-    """Refuses a directory of the results that cannot be made or written, before any work.
+    """Refuses a results directory that cannot be made or written, before any work.
 
     Raises:
         ConfigError: a file is in its way, or the part of its path that exists is not writable.
@@ -111,7 +111,7 @@ def _verified(
     if count:
         print(f"executing a step of {count} layouts on fake tensors{within} ...", file=sys.stderr, flush=True)
         first = winner_of([Verified(each, None) for each in best[:count]], memory=planned.machine.memory.bytes)
-        # the one that would win is executed whatever the time
+        # the layout that would win is executed whatever the time
         ordered = sorted(best[:count], key=lambda each: first is None or each is not first.candidate)
         done = verify(ordered, planned, arguments.config, overrides, budget_s=budget_s, on_result=say)
     done.sort(key=lambda each: each.candidate.step_s)

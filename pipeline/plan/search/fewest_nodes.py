@@ -1,4 +1,4 @@
-"""The fewest nodes that hold a model: for a run that does not fit."""
+"""Finds the fewest nodes that hold a model, for a run that does not fit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MOST_NODES = 4096
 def fewest_nodes(planned: PlannedRun) -> tuple[int, ConfigTree] | None:
     """The fewest nodes on which a layout fits, and the settings of the fastest layout that fits.
 
-    Powers of two are tried, then the numbers between the last two that the batch divides over.
+    Powers of two are tried, then the numbers of nodes between the last two over which the batch divides.
 
     Returns:
-        None where no number up to 4,096 is enough: a rank of the smallest layout is too large already.
+        None where even 4,096 nodes are too few: a rank of the smallest layout is too large.
     """
     nodes = 1
     while nodes <= MOST_NODES:
@@ -36,11 +36,11 @@ def fewest_nodes(planned: PlannedRun) -> tuple[int, ConfigTree] | None:
 
 
 _TRIED = 16
-"""Nodes up to which every number is tried, not only powers of two."""
+"""Number of nodes up to which every number is tried, not only powers of two."""
 
 
 def fastest_that_fits(planned: PlannedRun, nodes: int) -> Candidate | None:
-    """The fastest layout on so many nodes, among the settings that need least memory; None where none fits."""
+    """The fastest layout on `nodes` nodes, among the settings that need least memory; None where none fits."""
     run, machine, costs = planned.run, planned.machine, planned.costs
     world = nodes * machine.devices_per_node
     topology = replace(run.topology, pp=1, cp=1, tp=1, ep=1, dp=world)
@@ -51,7 +51,7 @@ def fastest_that_fits(planned: PlannedRun, nodes: int) -> Candidate | None:
 
 
 def _fitting(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Iterator[Candidate]:
-    """Layouts that fit, with the smallest micro-batch and all activations recomputed: nothing needs less memory."""
+    """Layouts that fit, with the settings that need least memory: smallest micro-batch, all activations recomputed."""
     for sets in layouts(run, machine, experts=costs.widths.all_experts):
         if sets["memory.activation_checkpointing"] == "full" and sets["train_micro_batch_size_per_gpu"] == 1:
             candidate = evaluate(run, costs, machine, sets)

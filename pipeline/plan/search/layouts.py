@@ -1,4 +1,4 @@
-"""The layouts that a search compares: products of settings in the table of `config.rules`, not yet checked."""
+"""The layouts that a search compares: products of the settings in `config.rules`' table, not yet checked."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _DEEPSPEED_ONLY: ConfigTree = {
 """Keys without a meaning for FSDP2, with the values that leave them out."""
 
 _OF_RANKS = ("stage_speeds", "stage_memory_gb")
-"""Keys of `parallel` with a number for each pipeline rank: other layouts are planned for equal devices."""
+"""Keys of `parallel` with a number for each pipeline rank: layouts are planned for equal devices."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_CP, MOST_PP, MOST_EP = 16, 16, 64
 _CHUNK = 2048
-"""Fewest positions of a context-parallel rank: with fewer, its products are small."""
+"""Fewest positions on a context-parallel rank: with fewer, its products are too small."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ def layouts(
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
     Args:
-        run: run whose model, batch and precision stay.
+        run: run whose model, batch and precision are kept.
         machine: machine of the nodes; tensor parallelism stays within a node.
         experts: number of experts in a layer of the model; 0 for a dense model.
-        fp8: settings that turn on fp8, in which each layout is yielded, too; None for the run's precision alone.
+        fp8: settings that turn on fp8; each layout is also yielded with them. None for the run's precision alone.
     """
     axes = list(_axes(run, machine))
     for (engine, stage), mesh in itertools.product(_stages(), axes):
         if engine == "torch" and stage == 1 and mesh.pp > 1:
-            continue  # what stage 2 is in a pipeline
+            continue  # the same as stage 2 in a pipeline
         features = [row.features for row in LAYOUTS if (row.engine, row.stage) == (engine, stage)]
         sizes = _expert_parallel(run, machine, mesh, experts) if "ep" in frozenset().union(*features) else [1]
         options = itertools.product(_options(run, machine, features, mesh), sizes)
@@ -109,7 +109,7 @@ def _axes(run: ResolvedRun, machine: Machine) -> Iterator[Axes]:
 def _options(
     run: ResolvedRun, machine: Machine, features: Sequence[frozenset[str]], mesh: Axes
 ) -> Iterator[tuple[str, int | None, str]]:
-    """(schedule, hybrid shard size, device of the optimizer's states) that some row of the table has."""
+    """Yields each (schedule, hybrid shard size, device of optimizer states) that a row of the table allows."""
     known = frozenset().union(*features)
     assert known <= FEATURES.keys()
     searched = [name for name, kind in SCHEDULES.items() if kind.searched]
@@ -121,14 +121,14 @@ def _options(
 
 
 def _expert_parallel(run: ResolvedRun, machine: Machine, mesh: Axes, experts: int) -> list[int]:
-    """Sizes of expert parallelism: 1, and half a node to 8 nodes where they divide the experts and a stage's ranks."""
+    """Sizes of expert parallelism: 1, and half a node to 8 nodes, if they divide the experts and a stage's ranks."""
     node, ranks = machine.devices_per_node, run.topology.world_size // mesh.pp
     sizes = [node // 2, *(node << power for power in range(4))]
     return [1, *(each for each in sizes if 1 < each <= MOST_EP and experts % each == 0 == ranks % each and experts)]
 
 
 def _overlaps(run: ResolvedRun, mesh: Axes, schedule: str, *, ep: int, micro: int, known: frozenset[str]) -> bool:
-    """Whether experts exchange beside another micro-batch: faster wherever the rules allow it."""
+    """Whether experts exchange beside another micro-batch, which is faster wherever the rules allow it."""
     several = micro < _samples_of_a_rank(run, mesh)
     several = several and (mesh.pp == 1 or SCHEDULES[schedule].overlaps)
     return "ep_overlap" in known and ep > 1 and several and expert_exchange(run.config) == "all_to_all"

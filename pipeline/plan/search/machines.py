@@ -23,7 +23,7 @@ from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks
 
 _CHANGES = 8
-"""Most changes of the layout, each the one that helps most."""
+"""Most changes of the layout; each is the one that helps most."""
 _HEAD = ("machine", "nodes", "peak", "step", "tokens/s", "time and goodput", "GPU-hours")
 
 
@@ -32,10 +32,10 @@ class Question:
     """Requirements for every machine.
 
     Attributes:
-        nodes: number of nodes; None for the fewest that hold the model, or the cheapest that meet the deadline.
-        deadline: days in which the run has to be done, failures included, at its typical speed; None for no limit.
+        nodes: number of nodes; None for the fewest that hold the model, or the cheapest number that meets the deadline.
+        deadline: days within which the run has to end, failures included, at its typical speed; None for no limit.
         margin: share of a device's memory that stays free.
-        prices: machine -> price of a GPU-hour; under "" that of machines that are not named.
+        prices: machine -> price of a GPU-hour; "" is for machines without a price of their own.
     """
 
     nodes: int | None
@@ -70,15 +70,15 @@ class Offer:
 
     @property
     def cost(self) -> float:
-        """Money, or GPU-hours where there is no price; typical, failures included."""
+        """Cost in money, or in GPU-hours without a price; typical, failures included."""
         return self.failures.gpu_hours.typical * (1.0 if self.price is None else self.price)
 
 
 def machines_of(names: str) -> list[str]:
-    """The machines of `--machine A,B,FILE`, or of `all`: all GPUs that are known.
+    """The machines of `--machine A,B,FILE`, or all known GPUs for `all`.
 
     Raises:
-        ConfigError: one of them is not known.
+        ConfigError: a machine is unknown.
     """
     if names.strip().lower() == "all":
         return [name for name in known_machines() if load_machine(name).gpu]
@@ -89,7 +89,7 @@ def machines_of(names: str) -> list[str]:
 
 
 def compare(planned: PlannedRun, names: Sequence[str], question: Question) -> tuple[list[Offer], dict[str, str]]:
-    """Offers of the machines, the cheapest first, and why the others have none."""
+    """Offers of the machines, the cheapest first, and reasons why other machines have none."""
     offers, without = [], {}
     for name in names:
         print(f"planning on {name} ...", file=sys.stderr, flush=True)
@@ -115,7 +115,7 @@ def _offer(planned: PlannedRun, name: str, question: Question) -> Offer:
         raise ConfigError("--machine", name, why=_no_fit(planned, machine), remedy="another machine")
     if question.deadline is None:
         offer = _on(on_this, fewest[0], name, question)
-        assert offer is not None  # the layout of the fewest nodes fits
+        assert offer is not None  # the layout on the fewest nodes fits
         return offer
     return _by_deadline(on_this, fewest[0], name, question, deadline=question.deadline)
 
@@ -129,7 +129,7 @@ def _no_fit(planned: PlannedRun, machine: Machine) -> str:
 
 
 def _by_deadline(planned: PlannedRun, nodes: int, name: str, question: Question, *, deadline: float) -> Offer:
-    """The cheapest offer that is done in time: nodes are doubled, and numbers between the last two are tried."""
+    """The cheapest offer that ends in time: nodes are doubled, then numbers between the last two are tried."""
     tried: dict[int, Offer] = {}
 
     def in_time(count: int) -> bool:
@@ -154,7 +154,7 @@ def _by_deadline(planned: PlannedRun, nodes: int, name: str, question: Question,
 
 
 def _on(planned: PlannedRun, nodes: int, name: str, question: Question) -> Offer | None:
-    """The run on so many nodes; None where no layout fits them or the batch does not divide over them."""
+    """The run on `nodes` nodes; None where no layout fits or the batch does not divide over them."""
     per_node = planned.machine.devices_per_node
     machine = with_ranks(planned.machine, per_node)
     start = _start(replace(planned, machine=machine), nodes)
@@ -171,7 +171,7 @@ def _on(planned: PlannedRun, nodes: int, name: str, question: Question) -> Offer
 
 
 def _start(planned: PlannedRun, nodes: int) -> tuple[ResolvedRun, Plan] | None:
-    """The config's own layout where it fits, else the fastest of the layouts that need least memory; and its plan."""
+    """The config's own layout where it fits, else the fastest of those that need least memory; and its plan."""
     costs, machine = planned.costs, planned.machine
     try:
         run = in_layout(planned.run, {}, world_size=nodes * machine.devices_per_node)

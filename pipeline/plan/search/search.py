@@ -1,4 +1,4 @@
-"""Searches the fastest layouts that fit, by closed forms; simulates the layouts to be shown (`simulated`)."""
+"""Searches the fastest layouts that fit, by closed forms; simulates layouts for display (`simulated`)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pipeline.runtime.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that the rules allow.
+    """A layout that the rules allow, with its peak and time.
 
     Attributes:
         run: the run in this layout.
-        sets: settings by which it differs from the config of the search.
+        sets: settings that differ from the search's config.
         peak: typical peak of a rank, in bytes.
         step_s: typical seconds of a step; infinite where the peak is above a device's memory, or where a node's host
             has less memory or disk than its ranks need.
@@ -43,7 +43,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a device's memory, and the rest within the host's."""
+        """Whether the peak is within a device's memory, and the node's ranks within the host's memory and disk."""
         return self.step_s < math.inf
 
 
@@ -52,9 +52,9 @@ class Search:
     """The result of a search.
 
     Attributes:
-        looked_at: number of layouts that were computed: those that the rules allow.
+        looked_at: number of layouts that were computed, i.e. that the rules allow.
         refused: number of layouts that a rule refuses.
-        seconds: seconds that the search took.
+        seconds: duration of the search in seconds.
         candidates: the layouts that were computed, the fastest first.
     """
 
@@ -68,7 +68,7 @@ class Search:
         return [each for each in self.candidates if each.fits]
 
     def pareto(self) -> list[Candidate]:
-        """The Pareto front of the layouts that fit (no other is both faster and smaller), the fastest first."""
+        """The Pareto front of the layouts that fit, the fastest first: no other layout is both faster and smaller."""
         front: list[Candidate] = []
         for each in self.fitting():
             if not front or each.peak < front[-1].peak:
@@ -91,7 +91,7 @@ def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
 
 
 def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> ConfigTree | None:
-    """Settings of fp8 that a run on this machine accepts, experts in bf16 where it refuses theirs; None without any."""
+    """Settings of fp8 that a run on this machine accepts; experts stay in bf16 if needed. None if it accepts none."""
     if not run.config.bf16.enabled or run.config.fp8.enabled or "fp8" not in machine.peak_flops:
         return None
     for sets in ({"fp8.enabled": True}, {"fp8.enabled": True, "fp8.experts": False}):
@@ -106,7 +106,7 @@ def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> ConfigTree | 
 
 
 def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mapping[str, Any]) -> Candidate | None:
-    """A layout with its peak and time; None where a rule refuses it."""
+    """Evaluates a layout's peak and time; None if a rule refuses it."""
     try:
         other = in_layout(run, sets)
         if other.spare or other.batch.padding_rows:
@@ -120,10 +120,10 @@ def evaluate(run: ResolvedRun, costs: ModelCosts, machine: Machine, sets: Mappin
 
 
 def in_layout(run: ResolvedRun, sets: Mapping[str, Any], *, world_size: int | None = None) -> ResolvedRun:
-    """The run in another layout; a fallback layout would hide that it does not fit the processes.
+    """The run in another layout; no fallback layout, which would hide that the layout does not fit the processes.
 
     Raises:
-        ConfigError: a rule refuses it.
+        ConfigError: a rule refuses the layout.
     """
     alone = {"launch.fallback_layouts": (), **sets}
     if run.batch.samples != run.config.train_batch_size:
@@ -133,7 +133,7 @@ def in_layout(run: ResolvedRun, sets: Mapping[str, Any], *, world_size: int | No
 
 
 def allowed(candidates: Iterable[Candidate], costs: ModelCosts, *, count: int) -> list[Candidate]:
-    """The first candidates that the architecture supports; this check is made last, because it takes longest."""
+    """The first candidates that the architecture supports; this check comes last because it takes longest."""
     found: list[Candidate] = []
     answers: dict[tuple[object, ...], bool] = {}
     for each in candidates:

@@ -1,4 +1,4 @@
-"""The page of a search: the best layouts as a table, and all that fit as points of time against memory."""
+"""The page of a search: the best layouts as a table, and all fitting layouts as points of time against memory."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from pipeline.plan.search.search import Candidate
 _PROCESSES = 2
 """Number of processes that execute steps at the same time."""
 _ACCUMULATED = 2
-"""Micro-batches of a step that is executed."""
+"""Number of micro-batches of an executed step."""
 _AS_FAST = 1.01
-"""Ratio of times up to which two layouts count as equally fast: the intervals of their times are wider by far."""
+"""Ratio of times up to which two layouts count as equally fast: their intervals are far wider."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Verified:
 
     Attributes:
         candidate: the layout, with its peak and time by the formulas.
-        peak: bytes of the executed step, with the overhead that the formulas add; None where it was not executed.
-        why_not: reason why its step was not executed; empty where it was, or where no step was tried.
+        peak: bytes of the executed step plus the formulas' overhead; None where no step was executed.
+        why_not: reason why no step was executed; empty where one was, or where none was tried.
     """
 
     candidate: Candidate
@@ -44,7 +44,7 @@ class Verified:
     why_not: str = ""
 
     def fits(self, memory: float) -> bool:
-        """Whether the executed peak, or else the formulas' peak, is within so many bytes."""
+        """Whether the executed peak, or else the formulas' peak, is within `memory` bytes."""
         return (self.candidate.peak if self.peak is None else self.peak) <= memory
 
 
@@ -64,7 +64,7 @@ def verify(
         planned: the run of the search.
         config: path of its config.
         overrides: overrides of the config, as texts of `--set`.
-        budget_s: seconds of execution, of both processes together, after which no other step is begun.
+        budget_s: seconds of execution, summed over both processes, after which no other step begins.
         on_result: function called after each execution, from one thread at a time.
     """
     found: dict[int, Verified] = {}
@@ -95,9 +95,9 @@ def verify(
 
 
 def _case(candidate: Candidate, planned: PlannedRun, config: str, overrides: Sequence[str]) -> StepCase | str:
-    """The step to execute for a candidate, or the reason why none is.
+    """The step to execute for a candidate, or the reason why no step is executed.
 
-    Without a pipeline two micro-batches are enough: from the second on nothing more is held (benchmarks/README.md).
+    Without a pipeline two micro-batches are enough: from the second on memory does not grow (benchmarks/README.md).
     """
     rank = memory_plan(candidate.run, planned.costs, planned.machine).pp_rank
     deepspeed = candidate.run.config.engine == "deepspeed"
@@ -125,8 +125,8 @@ def _verified(candidate: Candidate, result: dict[str, object], rank: int, planne
 def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None:
     """The layout with the fewest changed settings among those that fit and are within 1 % of the fastest.
 
-    Layouts in another precision than the config's are no candidates: their loss curve is another one. Of several with
-    equally few changes, that with the smallest peak is taken.
+    Layouts in another precision than the config's are not considered: their loss curve differs. Among layouts with
+    equally few changes, the one with the smallest peak wins.
     """
     fitting = [each for each in verified if each.fits(memory) and "fp8.enabled" not in each.candidate.sets]
     if not fitting:

@@ -1,15 +1,15 @@
 """Runs training steps and handles non-finite values and loss spikes: recheck, skip, rollback or stop.
 
-A step with an anomaly has not been applied to the weights yet, so it can be executed once more (recheck). Other numbers
-the second time indicate a device with intermittent errors (silent data corruption); the same numbers, that the data or
-the weights are the cause. The policy decides before the recheck whether that update may be applied, so that no third
-execution is needed.
+A step with an anomaly has not been applied to the weights yet, so it can be executed once more (recheck). Different
+numbers indicate a device with intermittent errors (silent data corruption); equal numbers mean that the data or the
+weights are the cause. The policy decides before the recheck whether its update may be applied, so no third execution is
+needed.
 
-A device may work ahead of the host by one step: the limits of a step are known before it begins, so the device leaves
-out a step with an anomaly by itself, and the one begun after it, too. The host learns that one step late, handles the
-first, and begins the second again.
+A device may work ahead of the host by one step: the limits of a step are known before it begins, so the device itself
+skips a step with an anomaly, and also the step begun after it. The host learns of the anomaly one step late, handles
+that step, and begins the later step again.
 
-Every decision follows from numbers that are the same on all ranks: they decide alike, without communication.
+Every decision follows from numbers that are equal on all ranks, so ranks decide alike without communication.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
 
     Attributes:
         step: the bad step.
-        streak: bad steps so far, without progress between them.
+        streak: number of bad steps so far without progress between them.
     """
 
     def __init__(self, step: int, anomaly: Anomaly, *, streak: int, skips: Skips, row: Mapping[str, Any]) -> None:
@@ -62,15 +62,15 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
         self._anomaly, self._skips, self._row = anomaly, skips, dict(row)
 
     def skips_from(self, checkpoint_step: int) -> Skips:
-        """The skips of the run after a rollback to the checkpoint of a step."""
+        """Returns the run's skips after a rollback to the checkpoint of a step."""
         return self._skips.past(self.step, since=checkpoint_step)
 
     def event(self, skips: Skips) -> dict[str, Any]:
-        """The journal's row, under the checkpoint's step: rows of later steps are truncated."""
+        """Returns the journal's row, which gets the checkpoint's step, since rows of later steps are removed."""
         return {"event": "rollback", "bad_step": self.step, **self._row, "action": "rollback", "skips": skips.plain()}
 
     def message(self, checkpoint_step: int) -> str:
-        """The message about the rollback, for people."""
+        """Formats the message about the rollback, for people."""
         window = self._skips.data_step(self.step) - self._skips.data_step(checkpoint_step + 1) + 1
         action = f"rolling back from step {self.step} to step {checkpoint_step}, skipping the data of {window} steps"
         return f"step {self.step}: {self._anomaly}\n  {action}"
@@ -78,7 +78,7 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
 
 @dataclass
 class _Streak:
-    """Bad steps without progress between them: their `count`, and the `last` one."""
+    """Bad steps without progress between them: their `count`, and the number of the `last` one."""
 
     count: int = 0
     last: int = 0
@@ -93,7 +93,7 @@ class _Streak:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step that was begun, and what is needed to begin it again."""
+    """A step that was begun, with all that is needed to begin it again."""
 
     batch: StepBatch
     lr: float
@@ -106,13 +106,13 @@ class GuardedStepper:
     """Runs the steps of a training run.
 
     Args:
-        engine: executes them.
+        engine: executes the steps.
         section: the config's `anomalies`.
-        fp16: whether the loss is scaled.
-        samples: global batch: samples per step.
-        skips: the data that is skipped; also an attribute.
-        record: records events; called on every rank, and ignored on those that keep no journal.
-        can_roll_back: whether there is a checkpoint to roll back to. Collective.
+        fp16: whether the loss is scaled (fp16).
+        samples: global batch size, in samples per step.
+        skips: data that is skipped; also an attribute.
+        record: records events; called on every rank, ignored on ranks without a journal.
+        can_roll_back: returns whether there is a checkpoint for a rollback. Collective.
     """
 
     def __init__(
@@ -145,20 +145,20 @@ class GuardedStepper:
         return result
 
     def begin(self, batch: StepBatch, *, lr: float, host_values: HostValues = no_host_values) -> None:
-        """Begins a step; ask for finished ones before the next begins.
+        """Begins a step; call `finished` before the next one.
 
         Args:
             batch: this rank's batch of the step.
             lr: learning rate.
-            host_values: returns numbers of this rank, whose sums over all ranks are in the step's result.
+            host_values: returns this rank's numbers; the step's result has their sums over all ranks.
         """
         self._begun.append(self._begin(batch, lr, host_values, after=self._begun[-1].pending if self._begun else None))
 
     def finished(self, *, drain: bool) -> Iterator[tuple[int, StepResult]]:
-        """Steps that were begun, in order, with their results; an anomaly is dealt with first.
+        """Yields begun steps in order, with their results, after it has handled any anomaly.
 
         Args:
-            drain: finish all steps. Otherwise the newest is left to a device that works ahead.
+            drain: whether to finish all steps; otherwise the newest step is left to a device that works ahead.
 
         Raises:
             TrainingError: the policy is to stop, or replicas differ.
@@ -170,7 +170,7 @@ class GuardedStepper:
             yield begun.batch.step, self._finish(begun)
 
     def needs_drain(self, step: int) -> bool:
-        """Whether a step is to be finished before another begins, since replicas are checked after it."""
+        """Tells whether a step must finish before the next begins, since replicas are checked after it."""
         every = self._section.check_replicas
         return bool(every and step % every == 0)
 
@@ -184,7 +184,7 @@ class GuardedStepper:
         result, step = begun.pending.result(), begun.batch.step
         behind = self._begun
         if result.skipped:
-            self._begun = deque()  # what was begun after it has not been applied either
+            self._begun = deque()  # later steps that were begun have not been applied either
         anomaly = begun.limits.check(result.loss, result.grad_norm)
         if anomaly is not None:
             result = replace(self._handle(begun, anomaly, result), host_sums=result.host_sums)
@@ -201,7 +201,7 @@ class GuardedStepper:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain JSON, for a checkpoint: a resumed run takes the same decisions as an uninterrupted one."""
+        """Returns the state as JSON, for a checkpoint: a resumed run then decides like an uninterrupted one."""
         return {**self._detector.state_dict(), "streak": self._streak.count, "last_bad": self._streak.last}
 
     def load_state_dict(self, state: Mapping[str, Any], *, after: Rollback | None = None) -> None:
@@ -242,9 +242,9 @@ class GuardedStepper:
         return self._apply_policy(batch.step, anomaly, first, policy, reproduced)
 
     def _recheck(self, begun: _Begun, *, ignore_spike: bool) -> StepResult:
-        """Executes the step again. It is not applied if it has an anomaly again, unless spikes are ignored."""
+        """Executes the step again; a repeated anomaly is not applied, unless spikes are ignored."""
         limits = UpdateLimits() if ignore_spike else _limits_of(begun.limits)
-        # an overflow is not reported either: a repetition must not change fp16's loss scale
+        # overflows are not reported: a repetition must not change fp16's loss scale
         return self._engine.train_step(begun.batch, lr=begun.lr, limits=replace(limits, repetition=True))
 
     def _apply_policy(
@@ -304,10 +304,10 @@ def _limits_of(limits: SpikeLimits) -> UpdateLimits:
 
 
 def _undefined(result: StepResult) -> StepResult:
-    """The result of a step without targets: means over none, which enter no statistic."""
+    """Returns the result of a step without targets: NaN means, which are left out of statistics."""
     return replace(result, loss=math.nan, grad_norm=math.nan, parts=dict.fromkeys(result.parts, math.nan))
 
 
 def _plain(value: float) -> float | None:
-    """A number for JSON: None where it is not finite."""
+    """Converts a number for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None

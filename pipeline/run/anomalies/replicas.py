@@ -1,8 +1,8 @@
 """Replica check against silent data corruption: compares replicated weights across ranks, bit for bit.
 
-Each parameter's bits are reduced to a weighted 64-bit sum (fingerprint) per rank; the minimum and the maximum over the
-ranks with the same replica are compared. The weights are odd and depend on the position, so that one flipped bit always
-changes the sum, and the sum is of integers, so that the order of addition does not matter.
+Each rank reduces a parameter's bits to a weighted 64-bit sum (fingerprint); the minimum and maximum over the ranks of a
+replica group are compared. The weights are odd and depend on the position, so one flipped bit always changes the sum.
+The sum is of integers, so the order of addition does not matter.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from foundation.errors import TrainingError
 from pipeline.engines.base import Replica
 
 _CHUNK = 1 << 22
-"""Elements summed at a time: 64 MiB of integers."""
+"""Number of elements summed at a time: 64 MiB of integers."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x5851F42D4C957F2D
-"""Knuth's multiplier for linear congruential generators of 64 bits (MMIX): odd, and without a pattern of bits."""
+"""Knuth's multiplier for linear congruential generators of 64 bits (MMIX): odd, with irregular bits."""
 
 
 @torch.no_grad()
 def fingerprint(values: Tensor) -> Tensor:
-    """A weighted sum of a tensor's bits that depends on their positions: int64 scalar."""
+    """Computes a position-dependent weighted sum of a tensor's bits: int64 scalar."""
     flat = values.detach().contiguous().view(-1).view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK):
@@ -46,7 +46,7 @@ def check_replicas(replicas: Iterable[Replica], *, step: int) -> None:
         step: number of the step, for the message.
 
     Raises:
-        TrainingError: some differ; on all ranks, with the parameters and the ranks in the minority.
+        TrainingError: some replicas differ. All ranks raise it, with the parameters and the ranks in the minority.
     """
     grouped: dict[dist.ProcessGroup, list[Replica]] = defaultdict(list)
     for replica in replicas:
@@ -85,7 +85,7 @@ def _differing(group: dist.ProcessGroup, replicas: Sequence[Replica]) -> list[st
 
 
 def _minority(ranks: Sequence[int], sums: Sequence[int]) -> str:
-    """The ranks that differ from the majority; all ranks where there is no majority."""
+    """Names the ranks that differ from the majority; all ranks where there is no majority."""
     ((common, most), *rest) = Counter(sums).most_common()
     if rest and rest[0][1] == most:
         return f"ranks {', '.join(map(str, ranks))} do not agree"

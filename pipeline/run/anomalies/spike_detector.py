@@ -2,9 +2,9 @@
 
 A value is a spike when it lies more than k robust deviations above the median of the last steps that were applied. The
 deviation is 1.4826 times the median absolute deviation, which for a normal distribution is its standard deviation
-(Rousseeuw and Croux 1993, "Alternatives to the Median Absolute Deviation", section 1); unlike that it does not grow
-with the outliers it is to find. Only values above the median count: the loss falls during a run, so that the median of
-previous steps is too high rather than too low, and no correction for the trend is needed.
+(Rousseeuw and Croux 1993, "Alternatives to the Median Absolute Deviation", section 1); unlike the standard deviation it
+does not grow with the outliers that it is to find. Only values above the median count. The loss falls during a run, so
+the median of previous steps is too high rather than too low, and no correction for the trend is needed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from statistics import median
 from typing import Any
 
 MIN_STEPS = 32
-"""Applied steps before spikes are detected."""
+"""Number of applied steps before spikes are detected."""
 
 MIN_RELATIVE_DEVIATION = {"loss": 0.02, "grad_norm": 0.2}
-"""Lower bound of the deviation, as a fraction of the median, so that a flat curve raises no false alarm.
+"""Lower bound of the deviation, as a fraction of the median, against false alarms on a flat curve.
 
-With these and 10 deviations, 900 steps of the demo's teacher have one spike (a gradient norm 3.4 times the median), and
-three other runs of 760 steps together have none. Small batches do have norms of 3 times the median.
+With these bounds and 10 deviations, 900 steps of the demo's teacher have one spike (a gradient norm 3.4 times the
+median), and three other runs of 760 steps together have none. Small batches do have norms of 3 times the median.
 """
 
 
@@ -59,7 +59,7 @@ class SpikeLimits:
     Attributes:
         medians: medians of previous steps, by loss and grad_norm; empty while there are too few.
         thresholds: limits above which a value is a spike, by the same names.
-        scaled: whether the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
+        scaled: whether the loss is scaled (fp16): a non-finite gradient norm is then no anomaly.
     """
 
     medians: Mapping[str, float]
@@ -67,7 +67,7 @@ class SpikeLimits:
     scaled: bool
 
     def check(self, loss: float, grad_norm: float) -> Anomaly | None:
-        """The anomaly of a step with these values, or None."""
+        """Returns the anomaly of a step with these values, or None."""
         values = {"loss": loss, "grad_norm": grad_norm}
         if self.scaled and not math.isfinite(grad_norm):
             del values["grad_norm"]
@@ -83,13 +83,13 @@ class SpikeLimits:
 class SpikeDetector:
     """Keeps the losses and gradient norms of the last applied steps, from which the limits of a step follow.
 
-    The limits of step k are those of the steps up to k - 2, whether or not k - 1 is known: a device that works ahead of
-    the host begins k before the host has read the numbers of k - 1. The same on every rank.
+    The limits of step k follow from the steps up to k - 2, even if k - 1 is known: a device that works ahead of the
+    host begins k before the host has read the numbers of k - 1. They are the same on every rank.
 
     Args:
         window: number of steps.
-        deviations: number of robust deviations above the median from which a value is a spike, k.
-        scaled: whether the loss is scaled (fp16), so that a non-finite gradient norm is no anomaly.
+        deviations: number of robust deviations above the median from which a value is a spike.
+        scaled: whether the loss is scaled (fp16): a non-finite gradient norm is then no anomaly.
     """
 
     def __init__(self, *, window: int, deviations: float, scaled: bool = False) -> None:
@@ -100,7 +100,7 @@ class SpikeDetector:
         self._min_steps = min(MIN_STEPS, window)
 
     def limits(self, step: int) -> SpikeLimits:
-        """The limits of a step, which is later than all that were added."""
+        """Returns the limits of a step later than all added steps."""
         known = -1 if self._newest == step - 1 else None
         found = {what: self._limit(what, list(values)[:known]) for what, values in self._history.items()}
         present = {what: limit for what, limit in found.items() if limit is not None}
@@ -114,18 +114,18 @@ class SpikeDetector:
         self._history["grad_norm"].append(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain JSON; `load_state_dict` restores it exactly."""
+        """Returns the state as plain JSON; `load_state_dict` restores it exactly."""
         return {**{what: list(values) for what, values in self._history.items()}, "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state; of one with a longer window the last steps are used."""
+        """Restores a state; from a state with a longer window it uses the last steps."""
         self._newest = state.get("newest", 0)
         for what, values in self._history.items():
             values.clear()
             values.extend(state.get(what, ()))
 
     def _limit(self, what: str, values: list[float]) -> tuple[float, float] | None:
-        """Median and threshold; None with too few values."""
+        """Returns median and threshold; None with too few values."""
         values = values[-self._window :]
         if len(values) < self._min_steps:
             return None

@@ -1,7 +1,7 @@
 """`python -m pipeline samples RUN --step N`: prints the samples that a step was trained on. No torch, no GPU.
 
-The text is what the model read: after fill-in-the-middle. On a terminal, tokens whose loss is trained on are green and
-the others dim; `--color always` keeps the colors in a pipe.
+The text is shown as the model read it, after fill-in-the-middle. On a terminal, tokens that are in the loss are green
+and other tokens dim; `--color always` keeps the colors in a pipe.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Sample:
 
     Attributes:
         number: global number of the sample, from 0.
-        step: the step that trained on it; None for a sample chosen by its number.
-        micro_batch: (data rank, micro-batch) that contained it.
+        step: step that trained on the sample; None for a sample chosen by its number.
+        micro_batch: (data rank, micro-batch) that contained the sample.
     """
 
     number: int
@@ -103,7 +103,7 @@ class RunSamples:
         """Opens a run.
 
         Raises:
-            DataError: there is no such run, or its data is missing or has changed.
+            DataError: the run does not exist, or its data is missing or has changed.
         """
         manifest = read_manifest(run_dir, kind="run")
         config = parse(Config, manifest.config)
@@ -117,10 +117,10 @@ class RunSamples:
         return cls(resolved, mixture, skips, tokenizer)
 
     def samples_of_steps(self, first: int, last: int) -> Iterator[Sample]:
-        """The samples of the steps from first to last.
+        """Yields the samples of the steps from first to last.
 
         Raises:
-            DataError: the run has no such steps.
+            DataError: the run does not have these steps.
         """
         if not 1 <= first <= last <= self.run.steps:
             raise DataError(f"the run has steps 1 to {self.run.steps}, not {first} to {last}")
@@ -130,7 +130,7 @@ class RunSamples:
                 yield Sample(number, step, _micro_batch(batch, place))
 
     def samples(self, first: int, last: int) -> Iterator[Sample]:
-        """The samples with the global numbers from first to last.
+        """Yields the samples with the global numbers from first to last.
 
         Raises:
             DataError: the numbers are invalid.
@@ -141,33 +141,33 @@ class RunSamples:
             yield Sample(number, None, _micro_batch(self.run.batch, number % self.run.batch.samples))
 
     def header(self, sample: Sample) -> str:
-        """The sample's number, step, data rank, micro-batch and source."""
+        """Formats the sample's number, step, data rank, micro-batch and source."""
         place = self.mixture.order.locate([sample.number])
         source = self.mixture.sources[int(place.source[0])]
         step = "" if sample.step is None else f", step {sample.step}"
         rank, micro = sample.micro_batch
-        known = self.run.topology.world_size > 1 and self.run.config.parallel.shares != "auto"  # which change
+        known = self.run.topology.world_size > 1 and self.run.config.parallel.shares != "auto"  # measured shares change
         where = f" (data rank {rank}, micro-batch {micro})" if known else ""
         return f"== sample {sample.number}{step}{where}: {source.label}, window {int(place.window[0])}"
 
     def text(self, sample: Sample, *, color: bool = False) -> Iterator[str]:
-        """The documents of the sample: for each a line that describes it, then the decoded text of its tokens.
+        """Yields, for each document of the sample, a line that describes it and then the decoded text of its tokens.
 
         Args:
             sample: a sample of this run.
-            color: mark the tokens that are in the loss by ANSI colors.
+            color: whether to mark the tokens that are in the loss by ANSI colors.
         """
         mask_documents = self.run.config.data.mask_documents
         for part in trained_documents(self.mixture, sample.number, mask_documents=mask_documents):
             origin, targets = part.origin, int(part.targets.sum())
             line = f"-- document {origin.document}, tokens {origin.first} to {origin.first + len(origin.tokens)}"
             line += f" of {origin.length}" + (", fill-in-the-middle" if part.rearranged else "")
-            # the first token of a sample or a document may have nothing to be predicted from: not worth a remark
+            # the first token of a sample or document may have no context for a prediction: not worth a remark
             yield line + ("" if part.tokens.size - targets <= 1 else f", {targets} of {part.tokens.size} in the loss")
             yield self._colored(part) if color else self._decode(part.tokens)
 
     def _colored(self, part: TrainedDocument) -> str:
-        """The text of a document, in runs of tokens that are in the loss or not."""
+        """Formats a document's text in stretches of tokens that are, or are not, in the loss."""
         cuts = [0, *(np.flatnonzero(np.diff(part.targets)) + 1).tolist(), part.tokens.size]
         spans = [(part.targets[start], self._decode(part.tokens[start:end])) for start, end in pairwise(cuts)]
         return "".join(f"{_IN_LOSS if in_loss else _NOT_IN_LOSS}{text}{_PLAIN}" for in_loss, text in spans)
@@ -177,7 +177,7 @@ class RunSamples:
 
 
 def _micro_batch(batch: BatchSizes, place: int) -> tuple[int, int]:
-    """(data rank, micro-batch) of the sample at a place of a step: see `StepLoader`."""
+    """Returns (data rank, micro-batch) of a sample by its index in the step (`StepLoader`)."""
     if batch.shares is not None:
         return batch.shares.place(place)
     micro, rest = divmod(place, batch.dp * batch.micro)
@@ -196,7 +196,7 @@ def _check_unchanged(mixture: DataMixture, manifest: Manifest) -> None:
 
 
 def _newest_details(run_dir: Path) -> dict[str, object]:
-    """Details of the newest checkpoint with a readable manifest; damaged ones are skipped."""
+    """Reads the details of the newest checkpoint with a readable manifest; skips damaged ones."""
     for path in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
         try:
             return read_manifest(path, kind="checkpoint").details

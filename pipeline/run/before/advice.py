@@ -1,4 +1,4 @@
-"""Warnings before the money is spent: settings that are legal, and rarely meant."""
+"""Warnings before a run costs money: settings that are valid but rarely intended."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from pipeline.models.hf_config import VOCAB_MULTIPLE
 from pipeline.run.prepare import PreparedRun
 
 _UNUSED_ROWS = 0.1
-"""Share of vocabulary rows without a token above which there is a warning; padding to a round size stays below."""
+"""Share of vocabulary rows without a token above which a warning is given; padding to a round size stays below."""
 _EPOCHS = 4
-"""Epochs up to which a repeated token is worth nearly a new one: Muennighoff et al. 2023, arXiv:2305.16264."""
+"""Number of epochs up to which a repeated token is worth nearly as much as a new one: Muennighoff et al. 2023,
+arXiv:2305.16264."""
 _LOOKED_AT = 50_000
-"""Documents whose lengths are read, from the first shard of a source."""
+"""Number of documents, in the first shard of a source, whose lengths are read."""
 _OF_A_NEW_MODEL = 1e-3
-"""Learning rate of a new model: DeepSpeed's default of `lr`. The Trainer's, for trained weights, is 5e-5."""
+"""Learning rate of a new model: DeepSpeed's default `lr`. The Trainer's default, for trained weights, is 5e-5."""
 _PLAN_BYTES = 2 * 2**30
 PLANNED_SHARD_BYTES = 223
 """Bytes that rank 0 takes per shard while it plans a checkpoint: 6.22 GB for 27.9 M (docs/reference/scale.md)."""
 _COVERED, _LONGER = 0.9, 4
-"""Limits of a sequence's length: 4 times the length up to which documents hold 90 % of the tokens."""
+"""Limit of the sequence length: 4 times the length up to which documents hold 90 % of the tokens."""
 
 
 def advice(prepared: PreparedRun) -> Iterator[str]:
-    """Yields a line with a remedy for each setting that looks like a mistake. Nothing is refused."""
+    """Yields a line with a remedy for each setting that looks like a mistake; refuses nothing."""
     yield from _text_part(prepared)
     yield from _vocabulary(prepared)
     yield from _repetition(prepared)
@@ -61,7 +62,7 @@ def _vocabulary(prepared: PreparedRun) -> Iterator[str]:
     ids = int(tokenizer_details(prepared.mixture.sources[0].manifest)["vocab_size"])
     unused = vocabulary - ids
     if (section.path is not None and not section.fresh) or unused <= max(VOCAB_MULTIPLE, _UNUSED_ROWS * vocabulary):
-        return  # a trained model keeps the rows it has
+        return  # a trained model keeps its rows
     width = prepared.size.embedding // vocabulary
     tables = 1 if prepared.hf_config.get("tie_word_embeddings") else 2
     yield (
@@ -136,7 +137,7 @@ def _checkpoint_plan(prepared: PreparedRun) -> Iterator[str]:
     run = prepared.run
     stage, topology = run.config.zero_optimization.stage, run.topology
     if stage == 0 or (run.config.engine == "deepspeed" and stage < 3):
-        return  # few shards a rank
+        return  # there are few shards per rank
     ranks = run.config.parallel.hybrid_shard_size or topology.dp * topology.cp
     rows = (p.shape[0] for p in prepared.model.parameters() if p.dim())
     shards = shards_of_a_checkpoint(rows, ranks=ranks * topology.tp)
@@ -148,19 +149,19 @@ def _checkpoint_plan(prepared: PreparedRun) -> Iterator[str]:
 
 
 def shards_of_a_checkpoint(rows: Iterable[int], *, ranks: int) -> int:
-    """Number of shards of weights and two moments, of parameters with `rows` rows over `ranks` ranks (with tp)."""
+    """Counts the shards of weights and two moments of parameters with `rows` rows over `ranks` ranks (tp included)."""
     return 3 * sum(min(each, ranks) for each in rows)
 
 
 def _length_of_most_tokens(source: TokenDataset) -> int:
-    """The length, in tokens, up to which documents hold `_COVERED` of the tokens, in a sample of the source."""
+    """Finds the length, in tokens, up to which documents hold `_COVERED` of the tokens in a sample of the source."""
     lengths = np.sort(_document_lengths(source.file(0)))
     held = np.cumsum(lengths)
     return int(lengths[np.searchsorted(held, _COVERED * held[-1])]) if lengths.size and held[-1] else 1 << 62
 
 
 def _document_lengths(file: IndexedTokens) -> npt.NDArray[np.int64]:
-    """int64 [documents], lengths in tokens of the first documents of a token file."""
+    """Reads the lengths, in tokens, of the first documents of a token file: int64 [documents]."""
     return np.diff(file.document_starts(np.arange(min(_LOOKED_AT, file.documents) + 1)))
 
 

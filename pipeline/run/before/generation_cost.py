@@ -15,19 +15,19 @@ from pipeline.run.distillation.on_policy import chosen_samples, passes_per_step
 from pipeline.run.prepare import PreparedRun
 
 LOOKED_AT = 64
-"""Number of first steps of a run whose choices of samples are compared."""
+"""Number of a run's first steps whose choices of samples are compared."""
 
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """Generation on the rank that has most of it, in the step with most of the first `LOOKED_AT`.
+    """Generation on the rank with most samples, in the step with most among the first `LOOKED_AT`.
 
     Attributes:
-        passes: forward passes one after another, besides those of training.
+        passes: number of sequential forward passes, in addition to those of training.
         samples: number of samples that are continued at a time.
         positions: number of positions that are computed for one sample.
-        cache_bytes: bytes of keys and values; 0 without a cache, None where they are not known.
-        gathered_bytes: bytes of weights that are gathered for all passes of a step (stage 3); 0 where they are whole.
+        cache_bytes: bytes of cached keys and values; 0 without a cache, None where unknown.
+        gathered_bytes: bytes of weights gathered for all passes of a step (stage 3); 0 where weights are not sharded.
     """
 
     passes: int
@@ -38,7 +38,7 @@ class GenerationCost:
 
 
 def generation_cost(prepared: PreparedRun) -> GenerationCost:
-    """The cost of generation of a run with `distill.on_policy`."""
+    """Computes the cost of generation in a run with `distill.on_policy`."""
     run = prepared.run
     assert run.config.distill is not None
     assert run.config.distill.on_policy is not None

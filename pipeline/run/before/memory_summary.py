@@ -22,7 +22,7 @@ def memory_bytes(text: str) -> int:
     """Converts a size with its unit into bytes, e.g. 80GB or 139GiB.
 
     Raises:
-        ConfigError: it is no such size.
+        ConfigError: the text is not a size with its unit.
     """
     try:
         return bytes_of(text)
@@ -32,7 +32,7 @@ def memory_bytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class Executed:
-    """A step that was executed on the fake device; see `fake_gpu.exact`.
+    """A step executed on the fake device (`fake_gpu.exact`).
 
     Attributes:
         pp_rank: rank of the pipeline.
@@ -50,24 +50,24 @@ class Executed:
         return int(self.report["peak"])
 
     def kinds(self, engine: str) -> dict[str, int] | None:
-        """Kind -> bytes; None for DeepSpeed, whose flat buffers hold several kinds."""
+        """Returns kind -> bytes; None for DeepSpeed, whose flat buffers hold several kinds."""
         return None if engine == "deepspeed" else {kind: self.report["kinds"][kind] for kind in KINDS}
 
 
 Execute = Callable[[Sequence[int]], Executed]
-"""Function that executes a step on ranks of the pipeline, and returns that of the rank that needs most."""
+"""Function that executes a step on ranks of the pipeline, and returns the step of the rank with the highest peak."""
 
 
 def memory_entries(
     run: ResolvedRun, model: nn.Module, *, memory: int | None = None, execute: Execute | None = None
 ) -> Iterator[Entry]:
-    """Yields the peak of the rank that needs most, by kind; with `memory`, whether it fits or which micro-batch would.
+    """Yields the highest peak of any rank, by kind; with `memory`, whether it fits or which micro-batch would fit.
 
     Args:
         run: the resolved config.
         model: the full model, on meta.
-        memory: bytes of a device's memory; None to leave out whether the run fits.
-        execute: executes the step, whose peak takes the place of the formulas'; None for the formulas.
+        memory: bytes of a device's memory; None to skip the check whether the run fits.
+        execute: executes the step, whose peak replaces the formulas' peak; None to use the formulas.
 
     Raises:
         ConfigError: the step to execute is one of DeepSpeed's later pipeline stages, or fails.
@@ -100,7 +100,7 @@ def memory_entries(
         total = executed.peak
         yield _executed_entry(run, executed, peaks[worst])
     if memory is not None:
-        # which rank needs most depends on the micro-batch
+        # the rank with the highest peak depends on the micro-batch
         largest = min(largest_micro_batch(run, footprint, memory=memory, pp_rank=rank) for rank in ranks)
         yield _fit_entry(run.config.memory, total, memory=memory, largest=largest)
 
@@ -119,7 +119,7 @@ def _peak_entry(peak: Bytes, worst: int, *, pp: int) -> Entry:
 
 
 def _executed_entry(run: ResolvedRun, executed: Executed, formula: Bytes | None) -> Entry:
-    """The executed step beside the formulas."""
+    """Compares the executed step with the formulas."""
     kinds, where = executed.kinds(run.config.engine), _where(executed.pp_rank, pp=run.topology.pp)
     text = f"peak {shown_bytes(executed.peak)} per rank{where}, executed on fake tensors"
     text += _parts(kinds or {})
@@ -162,5 +162,5 @@ def _remedy(section: MemorySection) -> str:
 
 
 def shown_bytes(size: float) -> str:
-    """A size in GB or MB."""
+    """Formats a size in GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

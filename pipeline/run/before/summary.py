@@ -40,7 +40,7 @@ class Entry:
 
 
 def as_json(entries: list[Entry]) -> dict[str, Any]:
-    """The entries as one JSON object: label (with underscores) -> values; a list where several have the label."""
+    """Converts entries to a JSON object: label (with underscores) -> values, as a list if several share the label."""
     found: dict[str, list[Any]] = {}
     for entry in entries:
         found.setdefault(entry.label.replace(" ", "_").replace("-", "_"), []).append(entry.values)
@@ -49,7 +49,7 @@ def as_json(entries: list[Entry]) -> dict[str, Any]:
 
 
 def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
-    """Yields entries that follow from the config and the number of processes alone. No torch."""
+    """Yields entries that need only the config and the number of processes. No torch."""
     config, batch, topology = run.config, run.batch, run.topology
     axes = {axis: getattr(topology, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
     yield Entry("layout", run.layout, {"engine": config.engine, "stage": config.zero_optimization.stage, **axes})
@@ -82,7 +82,7 @@ def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
 
 
 def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
-    """The optimizer, and the bytes of one parameter in fp32: its master weight and its states."""
+    """Describes the optimizer, and the bytes per parameter of its fp32 master weight and states."""
     kind = section.kind
     params = section.params.model_dump(mode="json", exclude_none=True)
     shown = ", ".join(f"{name} {json.dumps(params[name])}" for name in _SHOWN_PARAMS if name in params)
@@ -112,7 +112,7 @@ def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def _matrices_entry(forms: Mapping[str, MatrixForm], elements: int, *, of: int) -> Entry:
-    """The matrices that Muon orthogonalizes, and matrices that count as one although they may be several."""
+    """Describes the matrices that Muon orthogonalizes, and those treated as one although they may be several."""
     from pipeline.models.hidden_matrices import unknown_fused  # noqa: PLC0415  imports torch
 
     count = sum(form.stacked * len(form.parts) for form in forms.values())
@@ -202,7 +202,7 @@ def _rounding(section: QuantizationAwareSection | None) -> Iterator[Entry]:
 
 
 def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
-    """The learning rate of every kind of parameter relative to the run's."""
+    """Yields the learning rate of every kind of parameter, relative to the run's."""
     from pipeline.engines.parametrization.kinds import ParameterKind  # noqa: PLC0415
     from pipeline.engines.parametrization.scales import find_parametrization  # noqa: PLC0415  imports torch
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pipeline.run.prepare import PreparedRun
 
 _FORWARD_SHARE = 3
-"""FLOPs of a training step in forward passes: the backward pass counts as two (Kaplan et al. 2020, arXiv:2001.08361,
-section 2.1)."""
+"""FLOPs of a training step, in units of forward passes: the backward pass counts as two (Kaplan et al. 2020,
+arXiv:2001.08361, section 2.1)."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class TaskCost:
     """Cost of one evaluation of a task, on all ranks together.
 
     Attributes:
-        samples: questions.
-        requests: sequences that are scored or continued.
-        tokens: number of tokens of the requests, new ones included.
-        passes: forward passes of each rank, one after another.
-        positions: number of positions that are computed, padding included.
-        steps: training steps of as many FLOPs.
-        truncated: requests that lost tokens of their context.
+        samples: number of questions.
+        requests: number of sequences that are scored or continued.
+        tokens: number of tokens of the requests, including new tokens.
+        passes: number of sequential forward passes of each rank.
+        positions: number of computed positions, padding included.
+        steps: number of training steps with the same FLOPs.
+        truncated: number of requests whose context was truncated.
     """
 
     samples: int
@@ -41,7 +41,7 @@ class TaskCost:
 
 
 def task_cost(prepared: PreparedRun, task: EncodedTask) -> TaskCost:
-    """The cost of a task of a run."""
+    """Computes the cost of a task of a run."""
     from pipeline.evaluation.tasks.passes import forward_passes, positions  # noqa: PLC0415
     from pipeline.run.task_evaluation import pass_shape  # noqa: PLC0415
 
@@ -54,7 +54,7 @@ def task_cost(prepared: PreparedRun, task: EncodedTask) -> TaskCost:
 
 
 def task_entries(prepared: PreparedRun) -> Iterator[Entry]:
-    """Yields the cost of each task, and the share of all evaluations in the run."""
+    """Yields the cost of each task, and the share of the run that all evaluations take."""
     total = 0.0
     for task in prepared.tasks:
         cost = task_cost(prepared, task)
@@ -80,5 +80,5 @@ def task_entries(prepared: PreparedRun) -> Iterator[Entry]:
 
 
 def task_lines(prepared: PreparedRun) -> Iterator[str]:
-    """Yields the entries of the tasks as lines of a run that starts."""
+    """Yields the entries of the tasks as lines for the start of a run."""
     yield from (f"{entry.label} {entry.text}" for entry in task_entries(prepared))

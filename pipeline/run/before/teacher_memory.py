@@ -22,12 +22,12 @@ from pipeline.run.distillation.teacher import teacher_run
 from pipeline.run.prepare import PreparedRun
 
 _FP32_COPIES = 3
-"""Fp32 copies of a chunk's logits at the peak of the divergence: both log-probabilities and the terms."""
+"""Number of fp32 copies of a chunk's logits at the divergence's peak: both log-probabilities and the terms."""
 _GATHERED = 2
-"""Layers of a sharded teacher that are whole at a time: the one that runs and the next."""
+"""Number of layers of a sharded teacher that are gathered at a time: the running layer and the next."""
 _FP32 = 4
 _SCORES = {"kl": 6, "similarity": 2}
-"""Fp32 copies of a relation of some rows that exist at a time: scores and values made of them."""
+"""Number of fp32 copies, at a time, of a relation of some rows: scores and values derived from them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TeacherBytes:
         layers: weights of the decoder layers, after tensor parallelism.
         largest: weights of the largest layer.
         rest: weights of embedding, final norm and head.
-        logits: logits and the log-probabilities made of them, of as many positions as exist at a time.
+        logits: logits and their log-probabilities, for the positions that exist at a time.
         data_ranks: number of ranks over which the layers can be sharded.
     """
 
@@ -49,12 +49,12 @@ class TeacherBytes:
     data_ranks: int
 
     def total(self, *, sharded: bool) -> float:
-        """Bytes of the teacher on a rank, all parts together."""
+        """Returns the teacher's bytes on a rank, all parts together."""
         kept = self.layers / self.data_ranks + _GATHERED * self.largest if sharded else self.layers
         return kept + self.rest + self.logits
 
     def least_ranks(self, room: float) -> int | None:
-        """The fewest data ranks on which a sharded teacher fits in `room` bytes; None where no number does."""
+        """Finds the fewest data ranks on which a sharded teacher fits into `room` bytes; None if no number suffices."""
         left = room - _GATHERED * self.largest - self.rest - self.logits
         return math.ceil(self.layers / left) if left > 0 else None
 
@@ -67,7 +67,7 @@ def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[En
         memory: bytes of a device's memory; None to refuse nothing.
 
     Raises:
-        ConfigError: names a layout in which it would fit.
+        ConfigError: the teacher does not fit; the error names a layout in which it would.
     """
     run, section = prepared.run, prepared.run.config.distill
     if section is None or prepared.teacher is None:
@@ -93,7 +93,7 @@ def teacher_entries(prepared: PreparedRun, *, memory: int | None) -> Iterator[En
 
 
 def teacher_bytes(prepared: PreparedRun) -> TeacherBytes | None:
-    """The memory of a run's teacher; None for an architecture whose layers are not known."""
+    """Computes the memory of a run's teacher; None for an architecture with unknown layers."""
     assert prepared.teacher is not None
     run, model = prepared.run, prepared.teacher.model
     alone = teacher_run(run)
@@ -112,7 +112,7 @@ def teacher_bytes(prepared: PreparedRun) -> TeacherBytes | None:
 
 
 def _refuse_too_large(prepared: PreparedRun, found: TeacherBytes, *, total: float, own: float, memory: int) -> None:
-    if own + total <= memory or own > memory:  # of a student that does not fit alone, `memory fit` says so
+    if own + total <= memory or own > memory:  # `memory fit` reports a student that does not fit alone
         return
     section = prepared.run.config.distill
     assert section is not None
@@ -138,7 +138,7 @@ def _layouts(found: TeacherBytes, *, tp: int, room: float) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _MatchingSizes:
-    """Inputs of the formulas: tokens of a micro-batch on a rank, bytes of an element, widths and depths."""
+    """Inputs of the formulas: tokens of a micro-batch on a rank, bytes per element, widths and depths."""
 
     run: ResolvedRun
     student: dict[str, Any]
@@ -151,22 +151,23 @@ class _MatchingSizes:
         return self.run.batch.micro * self.run.batch.sequence_length // self.run.topology.cp
 
     def layers(self, field: str, given: LayerMap) -> int:
-        """Number of mapped layers."""
+        """Returns the number of mapped layers."""
         depths = {"student": self.student["num_hidden_layers"], "teacher": self.teacher["num_hidden_layers"]}
         return len(layer_map(field, given, **depths))
 
     def scores(self, kind: Kind, *, heads: int) -> float:
-        """Bytes of a relation of some rows; each tp rank has its share of the heads, or of the rows."""
+        """Computes the bytes of a relation of some rows; each tp rank has its share of the heads or rows."""
         elements = self.tokens * self.run.batch.sequence_length * heads / self.run.topology.tp
         return _SCORES[kind] * _FP32 * min(SCORES, elements)
 
 
 def matching_bytes(prepared: PreparedRun) -> float:
-    """Bytes that the matchings of a run take on a rank; 0 without any.
+    """Computes the bytes of a run's matchings on a rank; 0 without matchings.
 
-    Formulas of what exists at the end of the forward pass, beside student and teacher: the teacher's features of all
-    mapped layers, gradients of the student's in fp32, the student's queries, keys and values where activation
-    checkpointing would not have kept them, and a relation of some rows. Measured: docs/log.md, Distillation.
+    The formulas count the tensors that exist at the end of the forward pass, beside student and teacher. These are the
+    teacher's features of all mapped layers, fp32 gradients of the student's features, the student's queries, keys and
+    values where activation checkpointing would have dropped them, and a relation of some rows. Measured: docs/log.md,
+    Distillation.
     """
     section = prepared.run.config.distill
     if section is None or prepared.teacher is None:
@@ -179,7 +180,7 @@ def matching_bytes(prepared: PreparedRun) -> float:
 
 
 def _hidden_states(section: HiddenStatesSection, sizes: _MatchingSizes) -> tuple[float, float]:
-    """Bytes that stay allocated, and bytes needed for a moment."""
+    """Returns bytes that stay allocated, and bytes needed temporarily."""
     own, theirs = sizes.student["hidden_size"], sizes.teacher["hidden_size"]
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
     copies = 0 if sizes.element == _FP32 else 1  # fp32 copies of hidden states in 16 bits
@@ -198,7 +199,7 @@ def _hidden_states(section: HiddenStatesSection, sizes: _MatchingSizes) -> tuple
 def _attentions(section: AttentionsSection, sizes: _MatchingSizes) -> tuple[float, float]:
     tp, cp = sizes.run.topology.tp, sizes.run.topology.cp
     own, theirs = attention_features(sizes.student), attention_features(sizes.teacher)
-    # without activation checkpointing the backward pass of attention keeps the student's anyway
+    # without activation checkpointing, attention's backward pass keeps the student's features anyway
     recorded = sum(theirs.values())
     recorded += 0 if sizes.run.config.memory.activation_checkpointing == "none" else sum(own.values())
     gradients = (1 + cp) * sum(own[name] for name in section.relations)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Computes this process's part of the records; returns the exit code."""
+    """Computes this process's part of the cached logits; returns the exit code."""
     start_processes(arguments)
     config = read_config(arguments.config, arguments.overrides).config
     resolved = _resolve(config)
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resolve(config: Config) -> ResolvedRun:
-    """The run in one process, without the layout that the student will have."""
+    """Resolves the run for one process, without the student's layout."""
     section, data = config.distill, config.data
     if section is None or section.teacher is None or section.logits is None:
         field = "distill.logits" if section is not None and section.teacher is not None else "distill.teacher"
@@ -89,7 +89,7 @@ def _resolve(config: Config) -> ResolvedRun:
 
 
 def _part(given: str | None) -> tuple[int, int]:
-    """(part, parts) of this process."""
+    """Returns (part, parts) of this process."""
     launch = detect()
     if given is None:
         return launch.rank, launch.world_size
@@ -116,8 +116,8 @@ def _compute(run: ResolvedRun, mixture: DataMixture, *, rank: int, processes: in
     check_tokenizer("distill.teacher", section.teacher, tokenizer)
     length = run.config.data.sequence_length
     vocabulary = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length).vocab_size
-    found = open_teacher(run, vocab_size=vocabulary)  # of the student, which is to be compared with it
-    # the folder of a teacher whose logits are to be written is named as if they were not
+    found = open_teacher(run, vocab_size=vocabulary)  # the student's size, to compare the teacher's with
+    # without `logits`, since the teacher's folder itself is to be named
     folders = folder_parents(run.config.model, section.model_copy(update={"logits": None}))
     plan = _plan(run, mixture, vocab_size=vocabulary, teacher=folders["distill.teacher"]["fingerprint"])
     if is_written(plan, section.logits):

@@ -1,7 +1,7 @@
 """Cached logits: the teacher's likeliest ids per position, by window of a dataset, in memory-mapped files.
 
-A record belongs to a window of a tokens directory, not to a step or a place in a batch: a run finds it from the sample
-order alone. So one cache serves any layout, batch size, seed, number of epochs and mixture of its datasets.
+A record belongs to a window of a tokens directory, not to a step or a position in a batch: a run finds it from the
+sample order alone. So a cache serves any layout, batch size, seed, number of epochs and mixture of its datasets.
 
     logits/
       manifest.json          kind `logits`; details as `LogitsFormat`, and of every source its identity and windows
@@ -9,8 +9,8 @@ order alone. So one cache serves any layout, batch size, seed, number of epochs 
       source-0-00000.logits  records of the first of them, `records_per_file` in each file
 
 A record is T x k ids (uint16, or uint32 for more than 65,536 ids), then T x (k + 1) log-probabilities at the
-temperature t in fp16, the last of them that of all other ids together. That is 4 k + 2 bytes per token with uint16.
-Little-endian.
+temperature t in fp16; the last one is for all other ids together. That is 4 k + 2 bytes per token with uint16. Records
+are little-endian.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from pipeline.run.distillation.divergence import Divergence, bucket_divergence_a
 
 KIND = "logits"
 _LOCATED: Final = 1 << 20
-"""Samples that are located at a time."""
+"""Number of samples that are located at a time."""
 
 I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class LogitsFormat:
-    """Format of the records, and the teacher and samples that they were computed from.
+    """Format of the records, and the teacher and samples from which they were computed.
 
     Attributes:
         top_k: number of ids per position, k.
         temperature: temperature of the log-probabilities, t.
-        vocab_size: ids of the teacher's vocabulary.
-        sequence_length: positions of a sample, T.
-        mask_documents: whether the teacher saw other documents of a sample.
+        vocab_size: number of ids of the teacher's vocabulary.
+        sequence_length: number of positions of a sample, T.
+        mask_documents: whether the documents of a sample were masked from each other for the teacher.
         tokenizer: fingerprint of the datasets' tokenizer.
         teacher: fingerprint of the teacher's folder.
-        records_per_file: records of a full file.
-        dtype: dtype in which the teacher was computed.
+        records_per_file: number of records of a full file.
+        dtype: dtype in which the teacher computed.
     """
 
     top_k: int
@@ -70,7 +70,7 @@ class LogitsFormat:
 
     @property
     def content(self) -> str:
-        """Fingerprint that is equal where records of one window are the same, however many windows a directory has."""
+        """Fingerprint of everything that determines a record, whatever windows a directory has."""
         return fingerprint_of({key: value for key, value in asdict(self).items() if key != "records_per_file"})
 
     @property
@@ -82,22 +82,22 @@ class LogitsFormat:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of a record per position."""
+        """Bytes of a record per position."""
         return self.record.itemsize // self.sequence_length
 
 
 def identity(source: TokenDataset) -> dict[str, Any]:
-    """Fields that identify a dataset: where they are equal, window w has the same tokens."""
+    """Returns the fields that identify a dataset: if they are equal, window w has the same tokens."""
     packing = source.packing.fingerprint if isinstance(source, PackedDataset) else None
     return {"fingerprint": source.manifest.fingerprint, "source": source.source, "packing": packing}
 
 
 class CachedLogits:
-    """The records of a run's samples. Use `open_logits.open_logits`.
+    """The records of a run's samples, as opened by `open_logits.open_logits`.
 
     Args:
         path: the directory of the logits.
-        numbers: number in the directory of every source of the mixture.
+        numbers: number of every source of the mixture within the directory.
     """
 
     def __init__(self, path: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
@@ -109,14 +109,14 @@ class CachedLogits:
 
     @property
     def parents(self) -> dict[str, Any]:
-        """Path and fingerprint of the cached logits, for manifests and for the check on resume."""
+        """Returns path and fingerprint of the cached logits, for manifests and for the check on resume."""
         return {"distill.logits": {"path": str(self._path), "fingerprint": self._manifest.fingerprint}}
 
     def check_has(self, order: SampleOrder, samples: int) -> None:
         """Refuses a run with a sample that has no record.
 
         Raises:
-            DataError: names the first such sample.
+            DataError: a sample has no record; the error names the first one.
         """
         if self.has_all(order):
             return
@@ -125,11 +125,11 @@ class CachedLogits:
             self._slots(order.locate(wanted))
 
     def has_all(self, order: SampleOrder) -> bool:
-        """Whether every window of every source has a record."""
+        """Tells whether every window of every source has a record."""
         return all(mine.size == total for mine, total in zip(self._windows, order.windows.tolist(), strict=True))
 
     def read(self, location: SampleLocation) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
-        """The records of samples: ids int32 [n, T, k] and log-probabilities fp16 [n, T, k + 1].
+        """Reads the records of samples: ids int32 [n, T, k] and log-probabilities fp16 [n, T, k + 1].
 
         Raises:
             DataError: a sample has no record.
@@ -149,7 +149,7 @@ class CachedLogits:
             mine, have = location.source == source, self._windows[int(source)]
             wanted = location.window[mine]
             found = np.searchsorted(have, wanted)
-            # of a source that the cache never drew there is none
+            # a source that the cache never drew has no records
             there = have[np.minimum(found, have.size - 1)] == wanted if have.size else np.zeros(wanted.shape, bool)
             missing = np.flatnonzero(~there)
             if missing.size:
@@ -170,12 +170,12 @@ class CachedLogits:
 
 
 def file_name(source: int, number: int) -> str:
-    """Name of a file of records."""
+    """Returns the name of a file of records."""
     return f"source-{source}-{number:05d}.logits"
 
 
 def described(layout: LogitsFormat, sources: Sequence[TokenDataset], windows: Sequence[I64]) -> dict[str, Any]:
-    """The details of a manifest."""
+    """Returns the details of a manifest."""
     entries = [
         {**identity(source), "path": str(source.path), "windows": source.windows, "records": int(mine.size)}
         for source, mine in zip(sources, windows, strict=True)
@@ -184,10 +184,10 @@ def described(layout: LogitsFormat, sources: Sequence[TokenDataset], windows: Se
 
 
 class CachedReference:
-    """Compares a student with the cached logits that come with a micro-batch; see `objective.Reference`."""
+    """Compares a student with the cached logits in a micro-batch; an `objective.Reference`."""
 
     def targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Ids int32 [B, T, k] and log-probabilities fp16 [B, T, k + 1]."""
+        """Returns ids int32 [B, T, k] and log-probabilities fp16 [B, T, k + 1]."""
         assert batch.target_ids is not None
         assert batch.target_logs is not None
         return batch.target_ids, batch.target_logs
@@ -196,6 +196,6 @@ class CachedReference:
     def compare(
         self, divergence: Divergence, logits: Tensor, labels: Tensor, *targets: Tensor, vocabulary: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
-        """The divergence over the k ids and the rest, and its gradient."""
+        """Computes the divergence over the k ids and the rest, and its gradient."""
         ids, logs = targets
         return bucket_divergence_and_gradient(divergence, ids.long(), logs, logits, labels, vocabulary)

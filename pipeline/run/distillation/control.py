@@ -1,7 +1,7 @@
 """The control of a distillation: the same run on cross-entropy alone. Without torch.
 
-Data order, seed, steps, model and optimizer are those of the distillation; there is no teacher in memory. Only a lower
-held-out loss than the control's shows that the teacher helped: the student also improves by training on.
+Data order, seed, steps, model and optimizer are the distillation's; there is no teacher in memory. Only a held-out loss
+below the control's shows that the teacher helped, since further training alone also improves the student.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUFFIX = "-control"
 
 
 def control_of(config: Config) -> Config:
-    """The config of the control run of a distillation.
+    """Makes the config of a distillation's control run.
 
     Raises:
         ConfigError: the config is no distillation.
@@ -31,12 +31,12 @@ def control_of(config: Config) -> Config:
 
 
 def control_dir(run_dir: str) -> str:
-    """Directory of the control of the distillation in `run_dir`."""
+    """Returns the directory of the control of the distillation in `run_dir`."""
     return run_dir.rstrip("/") + SUFFIX
 
 
 def comparison(run_dir: str) -> str | None:
-    """One line with the last held-out losses of a distillation and of its control; None until both have one.
+    """Formats the last held-out losses of a distillation and its control in a line; None until both have one.
 
     Args:
         run_dir: the distillation's directory.

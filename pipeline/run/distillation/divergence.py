@@ -9,12 +9,12 @@ Notation: p the teacher's probabilities, q the student's, both softmax(logits / 
 | JSD, generalized | beta p (log p - log m) + (1 - beta) q (log q - log m) | (1 - beta) q (log q - log m) |
 
 With G the sum of g, the gradient with respect to a logit of the student is (g - q G) / t, since d log q_i / d z_j is
-(1[i = j] - q_j) / t. Forward KL covers all that the teacher may say, reverse KL keeps to what it says most; JSD is
-between them. Sources: Hinton et al. 2015 (arXiv:1503.02531), section 2; Gu et al. 2023, MiniLLM (arXiv:2306.08543);
-Agarwal et al. 2023, GKD (arXiv:2306.13649), equation 1.
+(1[i = j] - q_j) / t. Forward KL covers all tokens that the teacher may give, reverse KL concentrates on its likeliest
+tokens; JSD is between them. Sources: Hinton et al. 2015 (arXiv:1503.02531), section 2; Gu et al. 2023, MiniLLM
+(arXiv:2306.08543); Agarwal et al. 2023, GKD (arXiv:2306.13649), equation 1.
 
 With tensor parallelism a rank holds V' columns of both logits. The logarithms of the partition functions and the sums
-over the vocabulary are all-reduced, logits are never gathered.
+over the vocabulary are all-reduced; logits are never gathered.
 
 Shapes: N.. any leading dims, V' columns of this rank's shard of the vocabulary, k ids.
 """
@@ -42,7 +42,7 @@ class Divergence:
     Attributes:
         kind: one of the divergences in the module's table.
         temperature: temperature of both distributions, t.
-        beta: weight of the teacher in the mixture m, between 0 and 1; of JSD only.
+        beta: weight of the teacher in the mixture m, between 0 and 1; used by JSD only.
     """
 
     kind: Kind = "forward_kl"
@@ -50,7 +50,7 @@ class Divergence:
     beta: float = 0.5
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """The terms of the sum and g, elementwise; all log-probabilities must be finite."""
+        """Computes the terms of the sum and g, elementwise; all log-probabilities must be finite."""
         if self.kind == "forward_kl":
             p = log_p.exp()
             return (log_p - log_q).mul_(p), p.neg_()
@@ -70,7 +70,7 @@ def divergence_and_gradient(
     labels: Tensor,
     vocabulary: VocabularyShard = FULL_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """The divergence summed over target positions, and its gradient; see `divergence_by_position`."""
+    """Computes the divergence summed over target positions, and its gradient (see `divergence_by_position`)."""
     nats, gradient = divergence_by_position(divergence, teacher, student, labels, vocabulary)
     return nats.sum(), gradient
 
@@ -82,12 +82,12 @@ def divergence_by_position(
     labels: Tensor,
     vocabulary: VocabularyShard = FULL_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """The divergence of every target position, and the gradient of their sum with respect to the student's logits.
+    """Computes every target position's divergence, and the gradient of their sum with respect to the student's logits.
 
     Args:
         divergence: the divergence and its temperature.
         teacher, student: logits [N.., V'], any float dtype.
-        labels: int64 [N..]; positions with IGNORE are left out, and their gradient is 0.
+        labels: int64 [N..]; positions with IGNORE are left out and have gradient 0.
         vocabulary: the ids of the V' columns. All ranks of its group get the same values.
 
     Returns:
@@ -111,15 +111,16 @@ def bucket_divergence_and_gradient(
     labels: Tensor,
     vocabulary: VocabularyShard = FULL_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """The divergence and its gradient for a teacher of whom only the k likeliest ids and the rest's mass are known.
+    """Computes divergence and gradient for a teacher with only its k likeliest ids and the mass of the rest known.
 
-    Both distributions have k + 1 outcomes then: the ids, and "any other". By the data processing inequality that is a
-    lower bound of the divergence over the vocabulary; with k = V it is the same.
+    Both distributions then have k + 1 outcomes: the ids, and "any other". By the data processing inequality the result
+    is a lower bound of the divergence over the vocabulary; for k = V they are equal.
 
     Args:
         divergence: the divergence and its temperature.
         ids: int64 [N.., k], different ones per position.
-        log_p: [N.., k + 1], the teacher's log-probabilities at this temperature, last that of the rest (-inf: none).
+        log_p: [N.., k + 1], the teacher's log-probabilities at this temperature; the last one is the rest's (-inf: no
+            rest).
         student: logits [N.., V'].
         labels: int64 [N..].
         vocabulary: the ids of the V' columns.
@@ -133,7 +134,7 @@ def bucket_divergence_and_gradient(
     log_q = ((scaled[0].gather(-1, column) - log_z[0].unsqueeze(-1)) * here).to(q.dtype)
     del scaled
     _clear(q, column, here)
-    # summed over the other ids: 1 - the sum of the k would lose the digits of a small rest
+    # summed over the other ids, since 1 - the sum of the k would lose the digits of a small rest
     both = _sum(torch.cat([log_q, q.sum(-1, keepdim=True)], dim=-1), vocabulary)
     log_q, rest = both[..., :-1], both[..., -1:]
     known, log_r = log_p.to(q.dtype), _log_of_rest(log_p[..., -1:].to(q.dtype), rest)
@@ -145,24 +146,24 @@ def bucket_divergence_and_gradient(
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / t) over the last dim, fp32 (fp64 for fp64 logits); of a vocabulary that is not sharded."""
+    """Computes log softmax(logits / t) over the last dim, unsharded, in fp32 (fp64 for fp64 logits)."""
     return _log_probabilities((logits,), temperature, FULL_VOCABULARY)[0]
 
 
 SMALLEST_REST = -20.0
-"""Lower bound on the log-probability of the rest of a distribution: e^-20 is below fp16's smallest."""
+"""Lower bound on the log-probability of the rest of a distribution: e^-20 is below fp16's smallest number."""
 
 
 def _log_of_rest(log_p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the rest, finite; equal where neither has one (k = V), so that it adds nothing."""
+    """Returns finite log-probabilities of the rest; equal if there is no rest (k = V), which then adds nothing."""
     log_q = q.clamp(min=torch.finfo(q.dtype).tiny).log()
     empty = torch.isneginf(log_p)
     return torch.where(empty, log_q, log_p), log_q
 
 
 def _clear(q: Tensor, column: Tensor, here: Tensor) -> None:
-    """Sets the columns of ids to 0 where they are this rank's, in place."""
-    # an id of another rank points at column 0, which must stay what it is unless it is an id itself
+    """Sets this rank's columns of ids to 0, in place."""
+    # another rank's id points at column 0, which must stay unchanged unless it is an id itself
     hit = ((column == 0) & here).any(-1, keepdim=True)
     first = torch.where(hit, 0.0, q[..., :1])
     q.scatter_(-1, column, 0.0)
@@ -177,7 +178,7 @@ def _log_probabilities(
 
 
 def _scaled(logits: tuple[Tensor, ...], temperature: float, vocabulary: VocabularyShard) -> tuple[list[Tensor], Tensor]:
-    """Logits / t in fp32, and the log of their partition functions, [len(logits), N..]."""
+    """Returns logits / t in fp32, and the log of their partition functions, [len(logits), N..]."""
     scaled = [each.to(torch.promote_types(each.dtype, torch.float32)) / temperature for each in logits]
     if vocabulary.group is None:
         return scaled, torch.stack([each.logsumexp(-1) for each in scaled])

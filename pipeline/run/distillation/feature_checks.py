@@ -25,7 +25,7 @@ def check_feature_models(
     last_stage: tuple[int, int],
     compiled: bool,
 ) -> None:
-    """Refuses matchings that two models do not make possible.
+    """Refuses matchings that are impossible for two models.
 
     Args:
         section: the config's `distill`.
@@ -35,7 +35,7 @@ def check_feature_models(
         compiled: whether decoder layers are compiled.
 
     Raises:
-        ConfigError: names the field, and what works.
+        ConfigError: a matching is impossible; the error names the field and what works.
     """
     fields = features_of(section)
     if not fields:
@@ -51,7 +51,7 @@ def check_feature_models(
 
 
 def sizes_of(model: nn.Module) -> dict[str, Any]:
-    """Depth, width and heads of a Hugging Face model, under one architecture's names or another's."""
+    """Returns depth, width and heads of a Hugging Face model, whatever its architecture calls them."""
     return {name: getattr(model.config, name, None) for name in _SIZES}
 
 
@@ -64,7 +64,7 @@ def _check_layers(field: str, whose: str, model: nn.Module) -> None:
 
 
 def _check_attention(whose: str, model: nn.Module) -> None:
-    """Refuses a model whose layers' queries, keys and values are not as wide as the config says."""
+    """Refuses a model if the widths of its layers' queries, keys and values differ from the config's."""
     config: Any = model.config
     others = {*(getattr(config, "layer_types", None) or ())} - _ATTENTIONS
     what = None

@@ -1,8 +1,8 @@
 """A distillation that also matches hidden states and attention relations: the objective of this run.
 
-loss = that of the distillation + w_h H + w_a A, summed over target tokens; see `matching` for H and A. The teacher's
-features are recorded in the forward pass that gives its targets. In a pipeline the last stage has the teacher, so that
-only its layers of the student can be matched.
+loss = distillation loss + w_h H + w_a A, summed over target tokens; `matching` defines H and A. The teacher's features
+are recorded in the forward pass that gives its targets. In a pipeline the last stage has the teacher, so only the
+student's layers on that stage can be matched.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class FeatureDistillation:
         self._features: Features | None = None
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Calls `Distillation.extra_targets`, and keeps the teacher's features for `matched`."""
+        """Returns `Distillation.extra_targets`, and keeps the teacher's features for `matched`."""
         with recording(self._teacher.decoder, self._wanted_of_teacher) as self._features:
             return self._distillation.extra_targets(batch)
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """The loss of the logits alone; see `Distillation`."""
+        """Computes the loss of the logits alone, like `Distillation`."""
         return self._distillation(logits, labels, *extra_targets, vocabulary=vocabulary)
 
     def with_gradient(
@@ -64,7 +64,7 @@ class FeatureDistillation:
         return self._distillation.with_gradient(logits, labels, *extra_targets, vocabulary=vocabulary)
 
     def matched(self, features: Features, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Implements `FeatureLoss.matched`: equal on all ranks of a tp group, with the gradient of this one's part."""
+        """Implements `FeatureLoss.matched`: the loss is equal on all tp ranks, the gradient is of this rank's part."""
         teacher, self._features = self._features, None
         assert teacher is not None, "the teacher has not been run on this batch"
         own = torch.stack([each(features, teacher, batch) for each in self._matchings])
@@ -76,7 +76,7 @@ class FeatureDistillation:
 def make_matchings(
     section: DistillSection, shard: SequenceShard, *, student: nn.Module, teacher: nn.Module
 ) -> list[HiddenStateLoss | AttentionLoss]:
-    """Makes the matchings of a run; none where the config has none.
+    """Makes the matchings of a run; returns none if the config has none.
 
     Args:
         section: the config's `distill`.
@@ -102,7 +102,7 @@ def _union(wanted: list[WantedFeatures]) -> WantedFeatures:
 
 
 class _SumOver(torch.autograd.Function):
-    """Sums over a group of ranks, each of which has the gradient of its own summand."""
+    """Sums over a group of ranks; each rank gets the gradient of its own summand."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004

@@ -33,7 +33,7 @@ def find_teacher(
 
     Raises:
         ConfigError: the teacher or its cached logits do not fit the student or the config.
-        DataError: the teacher or its cached logits are missing, damaged, or of other data.
+        DataError: the teacher or its cached logits are missing, damaged, or made for other data.
     """
     config, extent = run.config, Extent(run.steps, run.batch.samples)
     assert config.distill is not None
@@ -51,12 +51,12 @@ def find_teacher(
 
 
 def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
-    """Opens a teacher; refuses one that cannot be compared with the student, id by id, or that is not whole.
+    """Opens a teacher; refuses one that is incomplete or cannot be compared with the student id by id.
 
     Raises:
-        ConfigError: its vocabulary is of another size, it holds fewer positions than the sequence, or it cannot be
+        ConfigError: its vocabulary has another size, it supports fewer positions than the sequence has, or it cannot be
             computed in the student's layout or dtype.
-        DataError: the folder is no model, or its weights are not all there.
+        DataError: the folder is not a model, or lacks weights.
     """
     config, section = run.config, run.config.distill
     assert section is not None
@@ -81,7 +81,7 @@ def open_teacher(run: ResolvedRun, *, vocab_size: int) -> TeacherModel:
 
 
 def _equal_ids(run: ResolvedRun, teacher: int, student: int) -> str:
-    """The remedy that gives teacher and student equal rows: both have all ids of the tokenizer, one more padding."""
+    """Returns a remedy that gives teacher and student equally many rows: one only has more padding."""
     model, section = run.config.model, run.config.distill
     if model.path is None:
         return f"set model.config.vocab_size to {teacher}"

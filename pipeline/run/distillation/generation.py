@@ -1,9 +1,9 @@
 """The student continues prompts within its engine: one forward pass per new token, of all ranks together.
 
-Prompts have one length and so have their continuations, so that every rank makes the same forward passes: collectives
-of ZeRO, FSDP and tensor parallelism always meet. A sample that has ended goes on being computed, and is cut later.
+All prompts have equal length, and so do all continuations. So every rank makes the same forward passes, and collectives
+of ZeRO, FSDP and tensor parallelism always match. Samples that have ended are computed further and cut later.
 
-Passes are those of the engine in evaluation mode. They are never compiled: their shapes change with every token.
+The engine makes the passes in evaluation mode, never compiled, since shapes change with every token.
 
 Shapes: n samples, P tokens of a prompt, G new tokens.
 """
@@ -40,13 +40,13 @@ class Prompts:
     samples: Tensor
 
     def extended(self, tokens: Tensor) -> Prompts:
-        """The prompts with one more token each, int64 [n], in the document of the last one."""
+        """Returns the prompts with one more token each, int64 [n], in the document of their last token."""
         documents = None if self.documents is None else torch.cat([self.documents, self.documents[:, -1:]], dim=1)
         positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
         return Prompts(torch.cat([self.ids, tokens[:, None]], dim=1), positions, documents, self.samples)
 
     def select(self, samples: slice) -> Prompts:
-        """Some of the prompts."""
+        """Returns some of the prompts."""
         documents = None if self.documents is None else self.documents[samples]
         return Prompts(self.ids[samples], self.positions[samples], documents, self.samples[samples])
 
@@ -59,10 +59,10 @@ class Generator:
         engine: the student's engine.
         sampler: draws the tokens.
         new_tokens: number of new tokens, G.
-        multiple: number that divides the positions of a forward pass: tp.
-        kv_cache: whether keys and values are kept; else all tokens are computed again for each new one.
+        multiple: number that must divide the positions of a forward pass: tp.
+        kv_cache: whether keys and values are cached; otherwise all tokens are recomputed for each new one.
         compiled: whether layers are compiled for training.
-        on_progress: called after every token: a step's generation may take longer than the run may stand still.
+        on_progress: called after every token, since a step's generation may exceed the hang timeout.
     """
 
     engine: Engine

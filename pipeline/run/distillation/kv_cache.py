@@ -1,8 +1,8 @@
-"""Pre-flight check that a student can generate with a key/value cache, on a tiny model of its architecture; its bytes.
+"""Pre-flight check that a student can generate with a key/value cache, on a tiny model of its architecture; cache size.
 
-A model is refused whose logits, computed token by token, differ from those of one pass: one whose layers keep another
-state than keys and values, or which tells documents apart by other means than the mask it is given. It takes a fraction
-of a second, on the CPU, before the process group is initialized.
+The check refuses a model whose logits, computed token by token, differ from those of a single pass. Such a model's
+layers keep a state other than keys and values, or it separates documents by means other than the given mask. The check
+takes a fraction of a second on the CPU, before the process group is initialized.
 
 Shapes: B = 1, T = 16 positions, V = 32 ids.
 """
@@ -32,7 +32,7 @@ _MULTIPLE = 2
 
 
 def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: int) -> None:
-    """Refuses a cache that an architecture or its attention cannot have.
+    """Refuses a key/value cache where an architecture or its attention does not support it.
 
     Args:
         model: a Hugging Face causal language model on meta.
@@ -40,7 +40,7 @@ def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: i
         sequence_length: positions of a prompt and its continuation together.
 
     Raises:
-        ConfigError: its logits with a cache are not those without one.
+        ConfigError: logits with a cache differ from logits without it.
     """
     why = kv_cache_problem(model, mask_documents=mask_documents, sequence_length=sequence_length)
     if why is not None:
@@ -49,7 +49,7 @@ def check_kv_cache(model: nn.Module, *, mask_documents: bool, sequence_length: i
 
 
 def kv_cache_problem(model: nn.Module, *, mask_documents: bool, sequence_length: int) -> str | None:
-    """Says why an architecture or its attention cannot have a cache; None where it can. See `check_kv_cache`."""
+    """Tells why an architecture or its attention supports no cache; None if it does (see `check_kv_cache`)."""
     config: Any = model.config
     assert isinstance(config, PretrainedConfig)
     kind, attention = config.model_type, config._attn_implementation
@@ -67,15 +67,15 @@ def kv_cache_problem(model: nn.Module, *, mask_documents: bool, sequence_length:
 
 
 def cache_bytes_per_token(model: nn.Module) -> int | None:
-    """Bytes of the keys and values of one token in all layers, without parallelism, in the dtype of the model.
+    """Measures the bytes of a token's keys and values in all layers, without parallelism, in the model's dtype.
 
-    They are those of a forward pass on meta, where experts are left out: torch's grouped product takes bf16 only there.
+    It runs a forward pass on meta without experts, since torch's grouped product accepts only bf16 there.
 
     Args:
         model: a Hugging Face causal language model on meta.
 
     Returns:
-        None where the pass fails.
+        Bytes; None where the pass fails.
     """
     copied: Any = copy.deepcopy(model)
     for module in copied.modules():
@@ -96,7 +96,7 @@ def cache_bytes_per_token(model: nn.Module) -> int | None:
 
 @torch.no_grad()
 def _logits(decoder: Decoder, *, cached: bool, documents: bool) -> Tensor:
-    """The logits [T - prompt + 1, V] from the last token of the prompt on, in one pass or token by token."""
+    """Computes logits [T - prompt + 1, V] from the prompt's last token on, in one pass or token by token."""
     ids = torch.randint(_V, (1, _T), generator=torch.Generator().manual_seed(0))
     place, border = torch.arange(_T)[None], _BOUNDARY if documents else 0
     positions, numbers = torch.where(place < border, place, place - border), (place >= border).int()

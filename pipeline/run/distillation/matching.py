@@ -1,17 +1,18 @@
-"""Losses of a student's hidden states and attention relations beside a teacher's, on one rank of any layout.
+"""Losses that compare hidden states and attention relations of student and teacher, on one rank of any layout.
 
 Each is the mean over the mapped layers, summed over target tokens. Hidden states are the outputs of layers (the
-residual stream, before any final norm), compared by the similarity loss of `relations`, or of models of one width
+residual stream, before any final norm), compared by the similarity loss of `relations` or, for models of equal width,
+by
 
 - mse: mean over features of (s - t)^2 (Jiao et al. 2020, TinyBERT, arXiv:1909.10351, section 3.1),
 - cosine: 1 - cos(s, t) (Sanh et al. 2019, DistilBERT, arXiv:1910.01108).
 
-Of attention the KL of self-attention relations of queries, keys and values is averaged (Wang et al. 2021, MiniLMv2,
-arXiv:2012.15828, section 3.1): the features of all heads of a token, rotated, are divided into R relation heads, in the
-order of the heads. None of them has parameters, so that checkpoints, exports and optimizers do not know of it.
+For attention the KL of self-attention relations of queries, keys and values is averaged (Wang et al. 2021, MiniLMv2,
+arXiv:2012.15828, section 3.1): a token's features of all heads, after rotary embedding, are divided into R relation
+heads, in the order of the heads. No loss has parameters, so checkpoints, exports and optimizers are unaffected.
 
 A rank computes the rows of its own tokens (hidden states) or its relation heads (attention); columns are all-gathered
-over the ranks of a sequence, and their gradients reduce-scattered. The sum over a tp group is left to the caller.
+over the ranks of a sequence, and their gradients reduce-scattered. The caller sums over a tp group.
 
 Shapes: B samples, T positions of this rank's cp chunk, D features, H heads, d head size, R relation heads.
 """
@@ -39,12 +40,12 @@ _INDEX = {"query": 0, "key": 1, "value": 2}
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The positions of a sequence that this rank has, and the groups that have the others.
+    """The positions of a sequence on this rank, and the groups with the other positions.
 
     Attributes:
         chunk: int64 [T], positions of this rank's cp chunk, in order.
         all: int64 [S], positions of all cp ranks, in the order of the ranks.
-        tp, cp: the ranks of tensor and context parallelism; None for one.
+        tp, cp: groups of tensor and context parallelism; None for a single rank.
     """
 
     chunk: Tensor
@@ -54,7 +55,7 @@ class SequenceShard:
 
     @classmethod
     def of(cls, mesh: Mesh | None, device: torch.device, *, length: int, cp: int, zigzag: bool) -> SequenceShard:
-        """Makes the shard of this rank; arguments as of `sequence_chunks`."""
+        """Makes the shard of this rank; for the arguments see `sequence_chunks`."""
         chunks = [
             torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
             for parts in (sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=zigzag) for rank in range(cp))
@@ -64,7 +65,7 @@ class SequenceShard:
         return cls(chunks[mesh.coordinates["cp"]], torch.cat(chunks), mesh.group("tp"), mesh.group("cp"))
 
     def rows(self, values: Tensor, *, dim: int) -> Tensor:
-        """This rank's part of its chunk between the blocks of a tensor-parallel model (sequence parallelism)."""
+        """Returns this rank's part of its chunk between tensor-parallel blocks (sequence parallelism)."""
         if self.tp is None:
             return values
         return values.chunk(dist.get_world_size(self.tp), dim=dim)[dist.get_rank(self.tp)]
@@ -77,7 +78,7 @@ class SequenceShard:
 
 
 class HiddenStateLoss:
-    """The matching of hidden states.
+    """The loss that matches hidden states.
 
     Args:
         section: weight and loss.
@@ -92,11 +93,11 @@ class HiddenStateLoss:
         self._kind, self._layers = section.loss, dict(layers)
 
     def wanted(self, *, teacher: bool) -> WantedFeatures:
-        """The layers to record."""
+        """Returns the layers to record."""
         return WantedFeatures(hidden=frozenset(self._layers.values() if teacher else self._layers))
 
     def __call__(self, student: Features, teacher: Features, batch: MicroBatch) -> Tensor:
-        """The mean over layers of the loss, summed over this rank's targets."""
+        """Computes the mean loss over layers, summed over this rank's targets."""
         counts = self.shard.rows((batch.labels != IGNORE).float(), dim=1)
         pairs = [(student.hidden[own], teacher.hidden[theirs]) for own, theirs in self._layers.items()]
         return torch.stack([self._layer(*pair, batch, counts) for pair in pairs]).mean()
@@ -111,18 +112,18 @@ class HiddenStateLoss:
         return relation_loss("similarity", self._directions(student), self._directions(teacher), pairs)
 
     def _directions(self, states: Tensor) -> Vectors:
-        """Hidden states [B, T / tp, D] -> vectors of length 1 in one relation head."""
+        """Normalizes hidden states [B, T / tp, D] to vectors of length 1 in one relation head."""
         rows = F.normalize(states.float(), dim=-1)[:, None]
         return Vectors(rows, self.shard.columns(rows, dim=2, over_tp=True))
 
 
 class AttentionLoss:
-    """The matching of self-attention relations.
+    """The loss that matches self-attention relations.
 
     Args:
         section: weight, and the kinds of relations.
         layers: student's layer -> teacher's.
-        heads: relation heads of both models.
+        heads: number of relation heads of both models.
         shard: this rank's positions.
     """
 
@@ -137,12 +138,12 @@ class AttentionLoss:
         self._heads = heads // self._ranks
 
     def wanted(self, *, teacher: bool) -> WantedFeatures:
-        """The layers to record."""
+        """Returns the layers to record."""
         return WantedFeatures(attention=frozenset(self._layers.values() if teacher else self._layers))
 
     def __call__(self, student: Features, teacher: Features, batch: MicroBatch) -> Tensor:
-        """The mean over layers and relations of the loss, summed over targets; of this rank's relation heads."""
-        counts = (batch.labels != IGNORE).float() / self._ranks  # the mean over all heads is that of the ranks' means
+        """Computes the mean loss over layers and relations for this rank's relation heads, summed over targets."""
+        counts = (batch.labels != IGNORE).float() / self._ranks  # the mean over heads is the mean over ranks
         pairs = Pairs(self.shard.chunk, self.shard.all, counts, batch.documents)
         losses = [
             relation_loss(
@@ -157,7 +158,7 @@ class AttentionLoss:
         return torch.stack(losses).mean()
 
     def _vectors(self, states: Tensor) -> Vectors:
-        """[B, H / tp, T, d] -> vectors [B, R / tp, T, H d / R]."""
+        """Reshapes [B, H / tp, T, d] to vectors [B, R / tp, T, H d / R]."""
         samples, _heads, length, _size = states.shape
         rows = states.transpose(1, 2).reshape(samples, length, self._heads, -1).transpose(1, 2)
         return Vectors(rows, self.shard.columns(rows, dim=2, over_tp=False))

@@ -4,8 +4,8 @@ loss = alpha t^2 D(teacher_t, student_t) + (1 - alpha) cross-entropy, summed ove
 softmax(logits / t). The factor t^2 keeps the gradients of both terms on the same scale when t changes. Source: Hinton,
 Vinyals and Dean 2015 (arXiv:1503.02531), section 2. The student's z-loss is added if the config enables it.
 
-The teacher's logits are made from its last hidden states, chunk by chunk together with the student's, so that with a
-chunked loss neither exist as a whole.
+The teacher's logits are computed from its last hidden states, chunk by chunk together with the student's. With a
+chunked loss neither model's logits exist as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShar
 from pipeline.run.distillation.divergence import Divergence
 
 PARTS = {"forward_kl": "kl", "reverse_kl": "reverse_kl", "jsd": "jsd"}
-"""Names of the divergences in `metrics.jsonl`."""
+"""Divergence -> its name in `metrics.jsonl`."""
 
 
 class Reference(Protocol):
@@ -35,7 +35,7 @@ class Reference(Protocol):
     def compare(
         self, divergence: Divergence, logits: Tensor, labels: Tensor, *targets: Tensor, vocabulary: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
-        """The divergence summed over targets, and its gradient with respect to the logits."""
+        """Computes the divergence summed over targets, and its gradient with respect to the logits."""
         ...
 
 
@@ -56,13 +56,13 @@ class Distillation:
         self.parts = (*parts, "z_loss") if z_loss else parts
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The teacher's last hidden states, its logits, or its cached logits."""
+        """Returns the teacher's last hidden states, its logits, or its cached logits."""
         return self._reference.targets(batch)
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Loss of the student's logits; its parts: cross-entropy, divergence (without t^2) and z-loss."""
+        """Computes the loss of the student's logits, and its parts: cross-entropy, divergence (without t^2), z-loss."""
         ce, squares = cross_entropy(logits, labels, vocabulary)
         return self._sums(ce, _Compared.apply(logits, labels, extra_targets, self, vocabulary), squares)
 
@@ -80,7 +80,7 @@ class Distillation:
     def compared(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
-        """The divergence and its gradient; see `Reference.compare`."""
+        """Computes the divergence and its gradient (see `Reference.compare`)."""
         return self._reference.compare(self._divergence, logits, labels, *extra_targets, vocabulary=vocabulary)
 
     def _sums(self, ce: Tensor, divergence: Tensor, squares: Tensor) -> Loss:
@@ -92,7 +92,7 @@ class Distillation:
 
 
 class _Compared(torch.autograd.Function):
-    """The divergence with the gradient that was computed beside it: saves one fp32 tensor of the logits' size."""
+    """The divergence with its precomputed gradient: saves one fp32 tensor of the logits' size."""
 
     @staticmethod
     def forward(

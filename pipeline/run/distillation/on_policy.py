@@ -1,9 +1,8 @@
 """The samples of a step that the student continues, and the step's batch with the tokens it has sampled.
 
-Chosen are samples, not steps: where the fraction of a step's samples is a whole number, every step's loss has the same
-mixture, so that its curve and the detection of spikes mean what they do elsewhere. Which ones is a function of
-(run.seed, step) alone. They are spread over the ranks by chance; all ranks make as many forward passes as the one with
-most of them.
+Samples are chosen, not steps. If the fraction of a step's samples is a whole number, every step's loss has the same
+mixture, and loss curve and spike detection keep their usual meaning. The choice is a function of (run.seed, step)
+alone. Chosen samples fall on ranks at random; all ranks make as many forward passes as the rank with most of them.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ I64 = npt.NDArray[np.int64]
 
 
 def chosen_samples(step: int, *, samples: int, fraction: float, seed: int) -> I64:
-    """Indices of the samples of a step that the student continues: over many steps, `fraction` of all.
+    """Chooses the indices of a step's samples that the student continues: over many steps, `fraction` of all.
 
     Args:
         step: number of the step, from 1.
         samples: number of samples in a step.
-        fraction: share of the samples that are continued; may make less than one sample per step.
+        fraction: share of the samples that are continued; may be less than one sample per step.
         seed: the run's seed.
     """
     count = int(step * samples * fraction) - int((step - 1) * samples * fraction)
@@ -58,9 +57,9 @@ class GeneratedSamples:
     """Counts and time of a step's generation, over all ranks.
 
     Attributes:
-        samples: number of samples that were continued, those that stayed data included.
+        samples: number of chosen samples, including those that stayed data.
         tokens: number of generated tokens that are targets.
-        seconds: time on this rank, from the first prompt to the last token.
+        seconds: seconds on this rank, from the first prompt to the last token.
     """
 
     samples: int
@@ -108,9 +107,9 @@ class OnPolicySamples:
         self._generated: dict[int, GeneratedSamples] = {}
 
     def complete(self, step: StepBatch) -> StepBatch:
-        """The step's batch with the chosen samples continued by the student, on this rank's device. Collective."""
+        """Returns the step's batch, with chosen samples continued by the student, on this rank's device. Collective."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else the step before would be in this one's time
+            torch.cuda.synchronize(self._device)  # otherwise this time would include the step before
         started = time.perf_counter()
         batch = joined([micro.to(self._device) for micro in step.micro_batches])
         chosen = chosen_samples(
@@ -125,12 +124,12 @@ class OnPolicySamples:
         return StepBatch.of(step.step, whole.split(self._batch.micro), targets)
 
     def figures(self, step: int, means: dict[str, float], *, seconds: float) -> dict[str, float]:
-        """Values for a step's row of metrics: means of the loss's parts over their own targets, and the generation.
+        """Returns values for a step's row of metrics: means of loss parts over their own targets, and generation.
 
         Args:
-            step: a step that `complete` was called for.
+            step: step for which `complete` was called.
             means: mean of each part of the loss over all targets of the step, by name.
-            seconds: time of the step.
+            seconds: time of the step, in seconds.
         """
         made = self._generated.pop(step)
         return {
@@ -148,7 +147,7 @@ class OnPolicySamples:
         found = []
         for group in range(groups):
             own = prompts.select(slice(group * size, (group + 1) * size))
-            # a rank without a row of its own makes the passes of the others: their collectives need it
+            # a rank without rows makes the passes, too: the other ranks' collectives need it
             real = len(own.samples) > 0
             tokens = self._generator.generate(own if real else self._prompts(batch, rows.new_zeros(1)), step=step)
             found += [tokens] if real else []
@@ -176,20 +175,20 @@ class OnPolicySamples:
 
 
 def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int, end_id: int | None) -> MicroBatch:
-    """A batch in which the student has continued some rows; `sampled` is set.
+    """Makes a batch in which the student has continued some rows; sets `sampled`.
 
-    A sample is continued where its token after the prompt is a target of the data: not in padding, not where the prompt
-    ends with its document, not in the part of a chat that is not trained on. Otherwise it stays what it was. What
-    follows a sampled end-of-text token is no target. Shapes: B samples, T positions, n chosen rows, G new tokens.
+    A sample is continued only if its token after the prompt is a target of the data. So it stays unchanged in padding,
+    where the prompt ends with its document, and in untrained parts of a chat. Tokens after a sampled end-of-text token
+    are no targets. Shapes: B samples, T positions, n chosen rows, G new tokens.
 
-    Inputs after the new tokens stay what they were: nothing depends on them.
+    Inputs after the new tokens stay unchanged: nothing depends on them.
 
     Args:
         batch: a batch of data, [B, T].
-        rows: int64 [n], the rows that were chosen; those whose token after the prompt is no target stay data.
-        tokens: int64 [n, G], of which T - `prompt` + 1 fit.
-        prompt: tokens of the prompt, P.
-        end_id: the token after which nothing is a target.
+        rows: int64 [n], the chosen rows; rows whose token after the prompt is no target stay data.
+        tokens: int64 [n, G], the new tokens, of which T - `prompt` + 1 fit.
+        prompt: number of tokens of the prompt, P.
+        end_id: end-of-text token, after which no token is a target.
     """
     goes_on = batch.labels[rows, prompt - 1] != IGNORE
     rows, tokens = rows[goes_on], tokens[goes_on]

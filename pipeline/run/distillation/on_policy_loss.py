@@ -1,10 +1,10 @@
-"""The objective of on-policy distillation: the divergence over tokens that the student has sampled, all else on data.
+"""The objective of on-policy distillation: divergence on tokens sampled by the student, both terms on data.
 
     loss = sum over data targets of alpha t^2 D + (1 - alpha) cross-entropy,  plus  sum over sampled targets of t^2 D
 
-A sampled token is no label: its position has no cross-entropy, and counts as much as one of the data does. There is no
-gradient through the sampling. Source: Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1 and algorithm 1; the
-mixture is by sample where GKD's is by batch.
+A sampled token is no label: its position has no cross-entropy, and counts as much as a position of the data. There is
+no gradient through the sampling. Source: Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1 and algorithm 1, but
+mixed by sample rather than by batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.run.distillation.objective import PARTS
 from pipeline.run.distillation.teacher import Teacher
 
 SHARE = "on_policy_share"
-"""Name of the part of the loss that counts sampled targets; its mean is their share of the step's targets."""
+"""Name of the loss part that counts sampled targets; its mean is the share of sampled targets in the step."""
 
 
 class OnPolicyDistillation:
@@ -44,7 +44,7 @@ class OnPolicyDistillation:
         self.parts = (*parts, "z_loss") if z_loss else parts
 
     def extra_targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Mask of the targets that are sampled, bool [B, T], and the teacher's targets."""
+        """Returns the mask of sampled targets, bool [B, T], and the teacher's targets."""
         assert batch.sampled is not None
         return (batch.sampled, *self._teacher.targets(batch))
 
@@ -74,21 +74,21 @@ class OnPolicyDistillation:
 
 
 def own_means(means: dict[str, float], section: DistillSection) -> dict[str, float]:
-    """Turns means of the parts over all targets of a step into means over their own: data targets, or sampled ones.
+    """Converts means of the parts over all targets of a step to means over their own (data or sampled) targets.
 
     Args:
-        means: mean of each part by name; values of other names are handed on.
+        means: mean of each part by name; other values are passed on.
         section: the config's `distill`.
     """
     name, share = PARTS[section.divergence], means[SHARE]
     of_data = dict.fromkeys(("cross_entropy", name, "z_loss"), 1 - share)
     divisors = {**of_data, f"on_policy_{name}": share}
-    kept = {key: value for key, value in means.items() if divisors.get(key, 1.0) > 0}  # else it has no target
+    kept = {key: value for key, value in means.items() if divisors.get(key, 1.0) > 0}  # otherwise it has no target
     return {key: value / divisors.get(key, 1.0) for key, value in kept.items()}
 
 
 class _WithGradient(torch.autograd.Function):
-    """A loss with the gradient that was computed beside it."""
+    """A loss with its precomputed gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Opens the cached logits of a run, and refuses logits of other data, another teacher or another student."""
+"""Opens the cached logits of a run, and refuses logits made for other data, another teacher or another student."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.run.distillation.cached_logits import KIND, CachedLogits, identity
 
 _ENDLESS: Final = 1 << 48
-"""Samples after which a source that has not been drawn whole never will be."""
+"""Number of samples after which a source that has not been drawn completely never will be."""
 
 
 def open_logits(
@@ -35,14 +35,14 @@ def open_logits(
 
     Args:
         section: the config's `distill`.
-        mixture: the datasets that the run draws samples from.
+        mixture: datasets from which the run draws samples.
         data, anomalies: the config's sections.
         extent: length of the run.
-        vocab_size: ids of the student's vocabulary.
+        vocab_size: number of ids of the student's vocabulary.
 
     Raises:
-        DataError: no such directory, damaged files, another dataset or tokenizer, or samples without a record.
-        ConfigError: another sequence length, document mask, temperature, vocabulary or teacher.
+        DataError: the directory is missing or damaged, its dataset or tokenizer differs, or samples have no record.
+        ConfigError: sequence length, document mask, temperature, vocabulary or teacher differ.
     """
     assert section.logits is not None
     path = local_folder(section.logits)
@@ -59,7 +59,7 @@ def open_logits(
 def _refuse_rollback(
     section: DistillSection, data: DataSection, anomalies: AnomaliesSection, order: SampleOrder, *, samples: int
 ) -> None:
-    """Refuses a policy of rollback: after one, a run draws as many samples behind its last step as it skips."""
+    """Refuses the rollback policy: after a rollback, a run draws as many extra samples at its end as it has skipped."""
     for field in ("spikes", "non_finite"):
         if getattr(anomalies, field) != "rollback":
             continue
@@ -72,7 +72,7 @@ def _refuse_rollback(
 
 
 def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int | None:
-    """The fewest steps, about, after which every window has been drawn.
+    """Estimates the fewest steps after which every window has been drawn.
 
     Args:
         data: the config's section.
@@ -80,8 +80,8 @@ def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int 
         samples: number of samples in a step.
 
     Returns:
-        None where the data would not be drawn whole by any longer run: a curriculum that leaves a source for good, a
-        budget of tokens, a limit on repetition.
+        Steps; None if no longer run would draw all data: the curriculum leaves a source for good, or tokens have a
+        budget or a repetition limit.
     """
     low, high = 0, 1
     while min(order.epochs(high * samples)) < 1:
@@ -92,7 +92,7 @@ def steps_of_all(data: DataSection, order: SampleOrder, *, samples: int) -> int 
         middle = (low + high) // 2
         low, high = (low, middle) if min(order.epochs(middle * samples)) >= 1 else (middle, high)
     extent = Extent(steps=high, per_step=samples)
-    try:  # budgets have other weights in a run of another length
+    try:  # budgets mean other weights in a run of another length
         longer = make_order(data, order.windows.tolist(), seed=order.seed, extent=extent)
     except ConfigError:
         return None
@@ -117,7 +117,7 @@ def _check_fields(section: DistillSection, data: DataSection, manifest: Manifest
 
 
 def _number(path: Path, manifest: Manifest, source: TokenDataset) -> int:
-    """The number of a dataset in the directory."""
+    """Finds the number of a dataset in the directory."""
     tokenizer = tokenizer_details(source.manifest)["fingerprint"]
     if tokenizer != manifest.details["tokenizer"]:
         why = f"{path} was made with another tokenizer than {source.label}: the same id would mean different text"

@@ -1,6 +1,7 @@
 """The values of a teacher whose weights are stored quantized: dequantized on the host, and then handed on one by one.
 
-Only weights: if a teacher's layers round their inputs too, that rounding would be lost, and its logits would differ.
+Only weights may be quantized: if a teacher's layers also round their inputs, that rounding would be lost and change the
+logits.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from pipeline.models.routers import has_experts
 
 
 def is_dequantized(folder: ModelFolder) -> bool:
-    """Whether a folder's weights are dequantized to be a teacher's.
+    """Tells whether a folder's weights are to be dequantized for a teacher.
 
     Raises:
-        ConfigError: its layers round their inputs, or it is a mixture of experts.
+        ConfigError: the model's layers round their inputs, or it is a mixture of experts.
     """
     if folder.quantized_by != "compressed-tensors":
         return False
@@ -45,7 +46,7 @@ class DequantizedValues:
     The whole model is in host memory, in the dtype of the folder, from the first value to the last.
 
     Args:
-        folder: a Hugging Face folder whose weights alone are quantized.
+        folder: a Hugging Face folder with only its weights quantized.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -54,7 +55,7 @@ class DequantizedValues:
         self._buffers: dict[str, Tensor] | None = None
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
-        """Implements `ParameterValues.value`; a value is asked for once, and freed."""
+        """Implements `ParameterValues.value`; each value can be read once, and is then freed."""
         if name not in self._left:
             self._load()
         return part(self._left.pop(name), box).to(device).to(torch.float32)

@@ -1,7 +1,7 @@
 """Losses between relations of tokens, which two models of any widths have in common, with gradients by hand.
 
-A relation of vectors x_i of a sequence is a matrix over pairs of tokens; of a causal model token i is related with the
-tokens j up to i, of its own document. Per row i, s of the student and t of the teacher:
+A relation of vectors x_i of a sequence is a matrix over pairs of tokens. In a causal model token i is related with the
+tokens j up to i of its own document. Per row i, with s the student's and t the teacher's relation:
 
 | kind | relation | loss of a row |
 |---|---|---|
@@ -9,9 +9,9 @@ tokens j up to i, of its own document. Per row i, s of the student and t of the 
 | similarity | x_i x_j, of vectors of length 1 | mean over j of (s_ij - t_ij)^2 |
 
 Sources: self-attention relations, Wang et al. 2021, MiniLMv2 (arXiv:2012.15828), section 3.1; similarities, Tung and
-Mori 2019 (arXiv:1907.09682), whose matrices are over samples and normalized by row, where here the vectors are.
+Mori 2019 (arXiv:1907.09682), whose matrices are over samples and normalized by row; here vectors are normalized.
 
-The S x S matrices exist for some rows at a time: the gradient is made in the forward pass, and only it is kept.
+The S x S matrices exist for only some rows at a time: the forward pass computes the gradient, and keeps nothing else.
 
 Shapes: B samples, R relation heads, T rows of this rank, S columns, d features of a relation head (student and teacher
 may differ in it).
@@ -28,7 +28,7 @@ from torch import Tensor
 Kind = Literal["kl", "similarity"]
 
 SCORES = 1 << 23
-"""Elements of a relation that exist at a time, of all samples and heads; about 6 fp32 copies: 0.2 GiB."""
+"""Number of elements of a relation that exist at a time, over all samples and heads; about 6 fp32 copies: 0.2 GiB."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Pairs:
     documents: Tensor | None = None
 
     def hidden(self, first: int, end: int) -> Tensor:
-        """Mask of the columns that rows `first` to `end` are not related with, bool [B or 1, 1, end - first, S]."""
+        """Returns the mask of the columns not related with rows `first` to `end`, bool [B or 1, 1, end - first, S]."""
         rows = self.rows[first:end]
         later = (self.columns[None, :] > rows[:, None])[None]
         if self.documents is not None:
@@ -68,17 +68,17 @@ class Vectors:
     columns: Tensor
 
     def scores(self, first: int, end: int) -> Tensor:
-        """Inner products [B, R, end - first, S] in fp32 (fp64 of fp64)."""
+        """Computes inner products [B, R, end - first, S] in fp32 (fp64 for fp64 inputs)."""
         return _exact(self.rows[:, :, first:end]) @ _exact(self.columns).transpose(-1, -2)
 
 
 def relation_loss(kind: Kind, student: Vectors, teacher: Vectors, pairs: Pairs) -> Tensor:
-    """The loss summed over rows, times their weights: scalar, fp32 (fp64 of fp64).
+    """Computes the loss summed over weighted rows: scalar, fp32 (fp64 for fp64 inputs).
 
     Args:
         kind: one of the kinds in the module's table.
-        student: the student's vectors, whose gradient is taken.
-        teacher: the teacher's vectors, with as many relation heads.
+        student: the student's vectors, which get the gradient.
+        teacher: the teacher's vectors, with the same number of relation heads.
         pairs: the related tokens, and the weight of each row.
     """
     loss: Tensor = _RelationLoss.apply(student.rows, student.columns, teacher, pairs, kind)
@@ -111,7 +111,7 @@ class _RelationLoss(torch.autograd.Function):
 
 
 def _kl(student: Vectors, teacher: Vectors, pairs: Pairs, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """The loss of some rows, and its gradient with respect to the student's inner products."""
+    """Computes the loss of some rows, and its gradient with respect to the student's inner products."""
     hidden, scale = pairs.hidden(first, end), student.rows.shape[-1] ** -0.5
     log_s, log_t = (
         each.scores(first, end).mul_(each.rows.shape[-1] ** -0.5).masked_fill_(hidden, -torch.inf).log_softmax(-1)

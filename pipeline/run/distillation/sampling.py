@@ -1,8 +1,8 @@
 """Samples the next tokens from a student's logits, within its forward pass and with a sharded vocabulary.
 
-A token is drawn by the Gumbel-max method: argmax of logits / temperature + g, where the g are independent Gumbel
-numbers, has the distribution softmax(logits / temperature). A rank with some columns of the logits finds the highest of
-them, and the highest of all ranks is the token: logits are never gathered. Temperature 0 leaves the noise out.
+A token is drawn by the Gumbel-max method: argmax of logits / temperature + g, with independent Gumbel numbers g, has
+the distribution softmax(logits / temperature). Each rank finds the maximum of its columns, and the maximum over ranks
+is the token: logits are never gathered. Temperature 0 leaves the noise out.
 
 The noise is a function of (run.seed, step, sample of the step, position, id), by the counter of
 `models.construction.counter`: it is the same in every layout, on every rank, and after a restart. Source: Yellott 1977,
@@ -31,11 +31,11 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Place:
-    """The logits of a forward pass that tokens are drawn from, and the noise that they get.
+    """The logits of a forward pass from which tokens are drawn, and the noise added to them.
 
     Attributes:
-        width: positions of the pass, T.
-        column: the position whose logits are taken, in every sample.
+        width: number of positions of the pass, T.
+        column: position whose logits are used, in every sample.
         samples: int64 [n], the samples' indices in the step.
         step: number of the run's step.
         number: index of the new token in its sample, from 0.
@@ -49,14 +49,14 @@ class Place:
 
 
 def noise_key(seed: int) -> int:
-    """The 64 bits that the noise of a run is keyed with."""
+    """Returns the 64-bit key of a run's noise."""
     return derive_key(seed, "on-policy sampling")
 
 
 def gumbel(place: Place, *, key: int, first: int, count: int) -> Tensor:
-    """Gumbel numbers of the ids from `first` to `first` + `count`, fp32 [n, count].
+    """Computes the Gumbel numbers of the ids from `first` to `first` + `count`, fp32 [n, count].
 
-    -log(-log(1 - u)) with u of 32 bits between 0 and 1: the largest are the most exact, up to 22.9.
+    -log(-log(1 - u)) with u of 32 bits between 0 and 1: the largest numbers, up to 22.9, are the most exact.
     """
     device = place.samples.device
     blocks = torch.arange(first // 4, (first + count + 3) // 4, device=device)[None]
@@ -70,11 +70,11 @@ def gumbel(place: Place, *, key: int, first: int, count: int) -> Tensor:
 
 
 class Sampler:
-    """Draws tokens in a forward pass, in the place of a loss; an `engines.objective.Objective`.
+    """Draws tokens in a forward pass, in place of a loss; an `engines.objective.Objective`.
 
     Args:
         temperature: temperature of the sampling; 0 takes the likeliest token.
-        key: the 64 bits that the noise is keyed with (see `noise_key`).
+        key: 64-bit key of the noise (`noise_key`).
     """
 
     def __init__(self, temperature: float, *, key: int) -> None:
@@ -89,17 +89,17 @@ class Sampler:
         self._place, self._seen, self._drawn = place, 0, []
 
     def tokens(self) -> Tensor:
-        """The tokens that the last forward pass has drawn, int64 [n]; the same on all ranks of the vocabulary."""
+        """Returns the tokens that the last forward pass drew, int64 [n]; equal on all ranks of the vocabulary."""
         return torch.cat(self._drawn)
 
     def extra_targets(self, _batch: MicroBatch) -> tuple[Tensor, ...]:
-        """No targets besides the labels."""
+        """Returns no targets besides the labels."""
         return ()
 
     def __call__(
         self, logits: Tensor, labels: Tensor, *_extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
-        """Draws from the logits in the place's column; the logits come in the order of the flattened batch."""
+        """Draws from the logits in the place's column; logits are in the order of the flattened batch."""
         assert self._place is not None
         place, before = self._place, self._seen
         self._seen += labels.numel()
@@ -112,7 +112,7 @@ class Sampler:
     def with_gradient(
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> tuple[Loss, Tensor]:
-        """Not used: no gradient goes through the sampling."""
+        """Is not used: no gradient goes through the sampling."""
         raise NotImplementedError
 
     def _draw(self, rows: Tensor, first: int, place: Place, vocabulary: VocabularyShard) -> Tensor:

@@ -1,7 +1,7 @@
 """A teacher's layers sharded over the data ranks (FSDP2): each is gathered before it is computed, and freed after.
 
-What is not in a layer (embedding, final norm and head) is on every data rank, so that the head can make the logits of
-one chunk after another. Every data rank runs the teacher equally often, as the student's engine has it.
+Every data rank has the parts outside of layers (embedding, final norm and head), so the head can compute the logits
+chunk by chunk. Every data rank runs the teacher equally often, as the student's engine ensures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.models.construction.rectangle import Rectangle
 
 @torch.no_grad()
 def shard_layers(local: LocalModel, values: ParameterValues, mesh: Mesh, *, device: torch.device) -> None:
-    """Shards the layers of a decoder on meta and materializes it. No rank holds more than its part and one parameter.
+    """Shards the layers of a decoder on meta and materializes it. A rank holds at most its part and one parameter.
 
     Args:
         local: the teacher in this rank's tensor and context parallelism; changed in place.
@@ -41,7 +41,7 @@ def shard_layers(local: LocalModel, values: ParameterValues, mesh: Mesh, *, devi
     in_layers = {parameter for unit in units for layer in unit for parameter in layer.parameters()}
     others = {parameter for parameter in decoder.parameters() if parameter not in in_layers}
     fully_shard(decoder, mesh=mesh.data_mesh(), reshard_after_forward=True, ignored_params=others)
-    register_fsdp_forward_method(decoder, "hidden_states")  # the root's hooks run around it, as around `forward`
+    register_fsdp_forward_method(decoder, "hidden_states")  # runs the root's hooks around it, as around `forward`
     sharded = ShardedValues(values, local)
     for name, old in dict(decoder.parameters_by_name()).items():
         decoder.set_parameter(name, nn.Parameter(_value(name, old, sharded, device), requires_grad=False))

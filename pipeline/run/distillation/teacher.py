@@ -1,8 +1,8 @@
 """The teacher in memory, in the student's tensor and context parallelism, and whole or sharded over the data ranks.
 
-It is a decoder of the engine's own, assembled as the student's is, without a loss: with tp every rank has its columns
-of the teacher's logits beside its columns of the student's, and with cp the positions that it has of the student. It
-takes part in no pipeline: the ranks of the last stage, which compute the loss, have all its layers.
+It is a decoder of the engine's own, assembled like the student's, without a loss. With tp every rank has the same
+columns of the teacher's logits as of the student's, and with cp the same positions. The teacher is not part of a
+pipeline: the ranks of the last stage, which compute the loss, have all its layers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pipeline.models.construction.materialize import materialize
 from pipeline.run.distillation.divergence import Divergence, divergence_by_position
 
 ROWS = 1024
-"""Positions whose logits exist at a time where they are written to files."""
+"""Number of positions whose logits exist at a time when they are written to files."""
 
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """A teacher that has been checked and found to fit.
+    """A teacher that has been checked against the student.
 
     Attributes:
         model: the full model, on meta, in the dtype of the run.
@@ -44,7 +44,7 @@ class TeacherModel:
 
 
 def teacher_run(run: ResolvedRun) -> ResolvedRun:
-    """The run as the teacher sees it: no pipeline, its experts whole, nothing recomputed, rounded or balanced."""
+    """Returns the teacher's run: no pipeline, unsharded experts, nothing recomputed, rounded or balanced."""
     plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection(), "moe": MoeSection()}
     none: dict[str, Any] = {"distill": None, "quantization_aware": None}
     topology = replace(run.topology, pp=1, ep=1)
@@ -52,19 +52,19 @@ def teacher_run(run: ResolvedRun) -> ResolvedRun:
 
 
 class Teacher:
-    """A frozen teacher on this rank; of a pipeline, only ranks of the last stage hold it, since they compute the loss.
+    """A frozen teacher on this rank; in a pipeline only the last stage's ranks hold it, since they compute the loss.
 
     Args:
         found: the teacher's model and values.
         run: the resolved config of the student's run.
-        mesh: this rank's coordinates and groups; None for one process.
+        mesh: this rank's coordinates and groups; None for a single process.
     """
 
     def __init__(self, found: TeacherModel, run: ResolvedRun, *, device: torch.device, mesh: Mesh | None) -> None:
         self._found, self._run, self._device, self._mesh = found, teacher_run(run), device, mesh
         self._shard = run.config.distill is not None and run.config.distill.shard_teacher
         if mesh is None or mesh.coordinates["pp"] == run.rank_of_stage(-1):
-            assert self._made  # before the first step, whose time it would be
+            assert self._made  # here rather than in the first step, whose time would include it
 
     @property
     def decoder(self) -> Decoder:
@@ -74,7 +74,7 @@ class Teacher:
 
     @torch.no_grad()
     def targets(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """The teacher's last hidden states [B, T, D]; of an architecture that caps its logits these, [B, T, V]."""
+        """Returns the teacher's last hidden states [B, T, D], or logits [B, T, V] if the architecture caps them."""
         decoder, head = self._made
         if head is None:
             return (decoder.logits(batch.input_ids, batch),)
@@ -82,7 +82,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, batch: MicroBatch) -> Iterator[Tensor]:
-        """The logits of a batch on the CPU, [rows, V], chunk by chunk; not with tensor parallelism."""
+        """Yields the logits of a batch on the CPU, [rows, V], chunk by chunk; without tensor parallelism only."""
         _decoder, head = self._made
         [targets] = self.targets(batch.to(self._device))
         for rows in targets.flatten(0, 1).split(ROWS):
@@ -97,7 +97,7 @@ class Teacher:
         *targets: Tensor,
         vocabulary: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
-        """The divergence of the student's logits from the teacher's, and its gradient; see `divergence`."""
+        """Computes the divergence of the student's logits from the teacher's, and its gradient."""
         nats, gradient = self.compare_by_position(divergence, logits, labels, *targets, vocabulary=vocabulary)
         return nats.sum(), gradient
 
@@ -110,14 +110,14 @@ class Teacher:
         *targets: Tensor,
         vocabulary: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
-        """The divergence at every position, and the gradient of their sum; see `divergence_by_position`."""
+        """Computes the divergence at every position, and the gradient of the sum (`divergence_by_position`)."""
         _decoder, head = self._made
         own = targets[0] if head is None else head(targets[0])
         return divergence_by_position(divergence, own, logits, labels, vocabulary)
 
     @cached_property
     def _made(self) -> tuple[Any, Any]:
-        """The decoder, and its head where that gives the logits."""
+        """The decoder, and its head if the head gives the logits."""
         local = assemble(self._run, self._found.model, self._mesh)
         decoder = local.decoder
         if self._shard and self._mesh is not None and self._mesh.size("data") > 1:

@@ -1,8 +1,7 @@
 """Writes cached logits: a batch job in tasks, one file each, in any number of processes that do not communicate.
 
-Process r of n computes tasks r, r + n, ... A task's file gets its name when it is complete, so that a job that was
-killed goes on with the tasks that are missing, on any number of processes. Whichever process finds all files there
-commits the directory.
+Process r of n computes tasks r, r + n, ... A task's file gets its name when it is complete, so a killed job goes on
+with the missing tasks, on any number of processes. A process that finds all files commits the directory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pipeline.run.distillation.cached_logits import I64, KIND, LogitsFormat, des
 from pipeline.run.distillation.divergence import SMALLEST_REST, log_probabilities
 
 FILE_BYTES: Final = 64 << 20
-"""Approximate size of a file of records: a job that is killed loses the one it writes."""
+"""Approximate bytes of a file of records: a killed job loses the file that it is writing."""
 _LOCATED: Final = 1 << 20
 
 LogitsOf = Callable[[MicroBatch], Iterator[Tensor]]
@@ -42,11 +41,11 @@ LogitsOf = Callable[[MicroBatch], Iterator[Tensor]]
 
 @dataclass(frozen=True)
 class LogitsPlan:
-    """The records that are to be written.
+    """The records to write.
 
     Attributes:
         sources: the datasets.
-        windows: windows of every dataset that get a record, ascending.
+        windows: windows with a record, ascending, for every dataset.
     """
 
     format: LogitsFormat
@@ -55,7 +54,7 @@ class LogitsPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint that is equal for jobs whose files fit together."""
+        """Fingerprint that is equal for jobs whose files can be combined."""
         chosen = [hashlib.sha256(mine.tobytes()).hexdigest() for mine in self.windows]
         return fingerprint_of([asdict(self.format), [identity(each) for each in self.sources], chosen])
 
@@ -67,17 +66,17 @@ class LogitsPlan:
 
     @property
     def tokens(self) -> int:
-        """Positions of all records."""
+        """Number of positions of all records."""
         return sum(mine.size for mine in self.windows) * self.format.sequence_length
 
 
 def records_per_file(length: int, top_k: int) -> int:
-    """Records of a file of about `FILE_BYTES`."""
+    """Returns the number of records in a file of about `FILE_BYTES`."""
     return max(1, FILE_BYTES // (length * (4 * top_k + 2)))
 
 
 def drawn_windows(order: SampleOrder, samples: int) -> tuple[I64, ...]:
-    """The windows that the first `samples` samples of a run draw from every source, ascending, each once."""
+    """Returns the windows that a run's first `samples` samples draw from every source, ascending, each once."""
     drawn = [np.zeros(size, dtype=np.bool_) for size in order.windows.tolist()]
     for first in range(0, samples, _LOCATED):
         location = order.locate(np.arange(first, min(samples, first + _LOCATED), dtype=np.int64))
@@ -87,7 +86,7 @@ def drawn_windows(order: SampleOrder, samples: int) -> tuple[I64, ...]:
 
 
 def merged(sources: Sequence[TokenDataset], windows: Sequence[I64]) -> tuple[tuple[TokenDataset, ...], tuple[I64, ...]]:
-    """Each dataset once, by its `identity`, with the windows of all its places in a mixture, ascending."""
+    """Merges datasets of equal `identity`, with the windows of all their places in a mixture, ascending."""
     once: dict[str, tuple[TokenDataset, list[I64]]] = {}
     for source, mine in zip(sources, windows, strict=True):
         once.setdefault(fingerprint_of(identity(source)), (source, []))[1].append(mine)
@@ -105,16 +104,16 @@ def write_logits(
     processes: int = 1,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Computes this process's tasks that are missing, and commits the directory if it finds all files there.
+    """Computes this process's missing tasks, and commits the directory if it finds all files.
 
     Args:
-        plan: the records.
-        final: the directory.
-        logits_of: the teacher.
-        batch: samples of a forward pass.
+        plan: the records to write.
+        final: the final directory.
+        logits_of: computes the teacher's logits of a batch.
+        batch: number of samples of a forward pass.
         parents: parents of the manifest, by config field: path and fingerprint.
         rank, processes: index of this process, and number of processes.
-        say: told of every file.
+        say: prints a line about every file.
 
     Returns:
         Whether the directory is complete.
@@ -136,10 +135,10 @@ def write_logits(
 
 
 def is_written(plan: LogitsPlan, final: str | Path) -> bool:
-    """Whether the finished directory exists.
+    """Tells whether the finished directory exists.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the directory holds something else.
     """
     found = finished(final, kind=KIND)
     if found is None:
@@ -153,7 +152,7 @@ def is_written(plan: LogitsPlan, final: str | Path) -> bool:
 def _records(
     plan: LogitsPlan, source: int, number: int, logits_of: LogitsOf, *, batch: int
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yields the records of a file, a batch at a time."""
+    """Yields the records of a file, one batch at a time."""
     each, dataset = plan.format.records_per_file, plan.sources[source]
     windows = plan.windows[source][number * each : (number + 1) * each]
     for first in range(0, windows.size, batch):
@@ -165,7 +164,7 @@ def _records(
 
 
 def _encoded(layout: LogitsFormat, logits: Iterator[Tensor], *, count: int) -> npt.NDArray[Any]:
-    """Records [count] of the logits of count x T positions."""
+    """Encodes the logits of count x T positions as records [count]."""
     pairs = [_top(each, layout) for each in logits]
     records = np.zeros(count, dtype=layout.record)
     for field, parts in zip(("ids", "logs"), zip(*pairs, strict=True), strict=True):
@@ -174,7 +173,7 @@ def _encoded(layout: LogitsFormat, logits: Iterator[Tensor], *, count: int) -> n
 
 
 def _top(logits: Tensor, layout: LogitsFormat) -> tuple[Tensor, Tensor]:
-    """Ids int64 [rows, k] and log-probabilities fp16 [rows, k + 1], on the CPU."""
+    """Selects ids int64 [rows, k] and log-probabilities fp16 [rows, k + 1], on the CPU."""
     log_p = log_probabilities(logits, layout.temperature)
     values, ids = log_p.topk(layout.top_k, dim=-1)
     if layout.top_k == layout.vocab_size:
@@ -206,7 +205,7 @@ def _is_done(staging: Path, name: str) -> bool:
 
 def _commit_if_whole(plan: LogitsPlan, staging: Path, final: Path, parents: dict[str, Any]) -> bool:
     with lock_file(final.parent / f".{final.name}.lock", doing=f"finishing {final}", timeout_s=math.inf):
-        if (final / MANIFEST).is_file():  # by another process, a moment ago
+        if (final / MANIFEST).is_file():  # committed by another process a moment ago
             return True
         names = [file_name(*task) for task in plan.tasks]
         if not all(_is_done(staging, name) for name in names):
@@ -215,7 +214,7 @@ def _commit_if_whole(plan: LogitsPlan, staging: Path, final: Path, parents: dict
         ready = final.parent / f".{final.name}.ready.partial"
         shutil.rmtree(ready, ignore_errors=True)
         ready.mkdir()
-        for name in names:  # linked, so that a commit that is killed leaves the finished files where they are
+        for name in names:  # linked: a killed commit leaves the finished files in place
             os.link(staging / name, ready / name)
         for source, mine in enumerate(plan.windows):
             (ready / f"source-{source}.windows").write_bytes(mine.astype("<i8").tobytes())

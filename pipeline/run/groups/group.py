@@ -11,7 +11,7 @@ from pipeline.runtime.faults.stop_signals import Stop
 
 
 class Group(Protocol):
-    """The island (low-communication training) or the replica of the model that this process belongs to.
+    """The island (low-communication training) or replica of the model to which this process belongs.
 
     Attributes:
         excluded_from_step_time: whether an exchange is left out of the time of a step.
@@ -26,37 +26,37 @@ class Group(Protocol):
 
     @property
     def own_share(self) -> float:
-        """Share of the step's batch that was run here; 1 for an island, whose batch is its own."""
+        """Share of the step's batch that this group ran; 1 for an island, which has its own batch."""
         ...
 
     def start(self) -> Stop:
-        """Joins the others; `step` may be another one afterwards. Returns a stop that was requested meanwhile."""
+        """Joins the other groups, which may change `step`. Returns a stop that was requested meanwhile."""
         ...
 
     def batches(self) -> Iterator[StepBatch]:
-        """This rank's batches."""
+        """Yields this rank's batches."""
         ...
 
     def due(self, step: int) -> bool:
-        """Whether there is an exchange after a step."""
+        """Tells whether there is an exchange after a step."""
         ...
 
     def exchange(self, step: int) -> Stop:
-        """Exchanges with the others; returns a stop that was requested while it waited. Collective."""
+        """Exchanges with the other groups; returns a stop that was requested meanwhile. Collective."""
         ...
 
     def settle(self, step: int, stop: Stop) -> Stop:
-        """Ends an exchange in the background before a checkpoint; returns the requested stop. Collective."""
+        """Ends a background exchange before a checkpoint; returns the requested stop. Collective."""
         ...
 
     def leave(self) -> None:
-        """Leaves before the run's last step: replicas do not wait until its state is saved."""
+        """Leaves before the run's last step: other replicas do not wait until this one's state is saved."""
         ...
 
     def state(self) -> State:
-        """The state to save: the engine's, and an island's outer state. Collective."""
+        """Returns the state to save: the engine's, and an island's outer state. Collective."""
         ...
 
     def details(self) -> dict[str, Any]:
-        """The group's entry in a checkpoint's manifest."""
+        """Returns the group's entry in a checkpoint's manifest."""
         ...

@@ -1,1 +1,1 @@
-"""Features of the training loop, a file each."""
+"""Features of the training loop, one file each."""

@@ -1,4 +1,4 @@
-"""Graphs that were compiled during a step, so that a slow step is explained."""
+"""Graphs compiled during a step, which explain a slow step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Compilations(Hook):
     """Reports compilations.
 
     Args:
-        here: takes the events and the lines.
+        here: this rank of the run, which records events and prints lines.
     """
 
     def __init__(self, here: RankOfRun) -> None:
         self._here, self._take = here, compilation_clock(here.run.config.compile)
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:
-        """Counts the graphs that were compiled since the step before, and reports them."""
+        """Counts and reports the graphs that were compiled since the previous step."""
         numbers.graphs, seconds = self._take()
         if numbers.graphs:
             self._here.record(numbers.step, event="compiled", graphs=numbers.graphs, seconds=seconds)

@@ -1,7 +1,7 @@
-"""Collects cycles of Python objects at chosen steps, the same on all ranks, instead of at moments of their own.
+"""Collects cycles of Python objects at the same steps on all ranks, instead of whenever Python decides.
 
-Python's collector looks at all objects when it finds it is time; with millions of them (a model, a compiler's caches)
-that takes up to a second, on one rank now and on another then, and every other rank waits.
+Python's collector traverses all objects at times of its own choice. With millions of objects (a model, a compiler's
+caches) that takes up to a second, at different times on different ranks, and every other rank waits.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pipeline.run.hooks.hook import Hook, HookContext
 
 
 def make(context: HookContext) -> Hook:
-    """Makes the hook, which leaves the collector as it was when the attempt ends."""
+    """Makes the hook, which restores the collector when the attempt ends."""
     here = context.here
     return here.stack.enter_context(GarbageCollector(here.run.config.run.gc_every))
 
 
 class GarbageCollector(Hook):
-    """A context manager in which cycles are collected by `after_step` alone.
+    """A context manager in which only `after_step` collects cycles.
 
     Args:
         every: steps between collections; 0 leaves them to Python.
@@ -33,7 +33,7 @@ class GarbageCollector(Hook):
         self._was_enabled = gc.isenabled()
         if self._every:
             gc.collect()
-            gc.freeze()  # what is there by now stays: it is not looked at again
+            gc.freeze()  # present objects stay, and are not traversed again
             gc.disable()
         return self
 

@@ -16,9 +16,9 @@ The points, in the order of a step:
 A device works ahead of the host: the numbers of a step arrive after the next step has begun, unless a hook's
 `needs_finished` asks for them first. `StepNumbers.begun` tells which step was begun last.
 
-Hooks are called in the order of `hooks.HOOKS`; of several context managers the first is the outermost. The list comes
-from the config alone, so that every rank has the same one, and each method is called on all ranks alike: those marked
-"collective" may communicate. What has to be closed is put on `RankOfRun.stack` by the function that makes the hook.
+Hooks are called in the order of `hooks.HOOKS`; the first hook's context manager is the outermost. The list follows from
+the config alone, so it is equal on every rank, and each method is called on all ranks alike: methods marked
+"collective" may communicate. A function that makes a hook puts whatever has to be closed on `RankOfRun.stack`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from pipeline.runtime.metrics.step_clock import StepClock, StepCost
 
 @dataclass(frozen=True)
 class HookContext:
-    """What hooks are made from.
+    """Objects from which hooks are made.
 
     Attributes:
         here: this rank of the run.
         clock: measures steps from report to report.
         group: exchanges with other islands or replicas; None in an ordinary run.
-        current: batch sizes of the next step where shares are measured; None in fixed shares.
+        current: batch sizes of the next step where shares are measured; None with fixed shares.
     """
 
     here: RankOfRun
@@ -58,11 +58,11 @@ class StepNumbers:
 
     Attributes:
         result: loss, gradient norm and outcome of the step, the same on all ranks.
-        begun: number of the step that was begun last: `step` or the one after it.
+        begun: number of the step that was begun last: this step or the next.
         parts: values for the step's row, about parts of the loss.
-        memory: peak memory in bytes by name, see `PeakMemory`; the largest of all ranks.
+        memory: peak memory in bytes by name (`PeakMemory`), the largest of all ranks.
         cost: time and speed of the step; set by the hook `step_time`.
-        graphs: number of graphs that were compiled since the step before.
+        graphs: number of graphs compiled since the previous step.
     """
 
     step: int
@@ -78,10 +78,10 @@ class Hook:
     """Does nothing at any point. A feature overrides the methods of its points."""
 
     def start(self, step: int) -> None:
-        """Called before the first step of this attempt, with the last finished step. Collective."""
+        """Is called before the first step of this attempt, with the last finished step. Collective."""
 
     def batches(self, steps: Iterable[StepBatch]) -> Iterable[StepBatch]:
-        """Returns the iterable of batches, perhaps wrapped."""
+        """Returns the iterable of batches, which a hook may wrap."""
         return steps
 
     def step(self, batch: StepBatch) -> AbstractContextManager[StepBatch]:
@@ -89,15 +89,15 @@ class Hook:
         return nullcontext(batch)
 
     def flag(self) -> bool:
-        """This rank's flag. Where any rank has set it, `numbers` is called with `raised` on every rank."""
+        """Returns this rank's flag. If it is True on any rank, `numbers` is called with `raised=True` on every rank."""
         raise NotImplementedError
 
     def needs_finished(self, step: int) -> bool:
-        """Whether a step is to be finished before the next one is begun; the same on all ranks."""
+        """Tells whether to finish a step before the next one begins; the same on all ranks."""
         return False
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:
-        """Called when a step's numbers are known. Collective.
+        """Is called when a step's numbers are known. Collective.
 
         Args:
             numbers: numbers of the step, to be read and completed.
@@ -105,11 +105,11 @@ class Hook:
         """
 
     def after_step(self, step: int) -> None:
-        """Called after every step, before its exchange and its save. Collective."""
+        """Is called after every step, before its exchange and its save. Collective."""
 
     def outside_step(self) -> AbstractContextManager[None]:
         """Returns a context manager around a save, an evaluation or an exchange."""
         return nullcontext()
 
     def end(self, step: int) -> None:
-        """Called once the last step of this attempt is saved; not after an error or before a rollback. Collective."""
+        """Is called once the attempt's last step is saved; not after an error or before a rollback. Collective."""

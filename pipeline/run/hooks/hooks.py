@@ -29,10 +29,11 @@ HOOKS: dict[str, Callable[[ResolvedRun], bool]] = {
     "garbage": lambda run: run.config.run.gc_every > 0,
     "log_rotation": _always,
 }
-"""Module of each hook in this folder -> whether a run has it. What is off is not imported.
+"""Module of each hook in this folder -> whether a run has it. Hooks that a run lacks are not imported.
 
-`memory` and `step_time` come first, since others complete or report their numbers; `profile` is outside `stragglers`,
-whose time would have the start of a profile; `metrics` writes the row that the hooks above it have completed.
+`memory` and `step_time` come first, since other hooks complete or report their numbers. `profile` is outside
+`stragglers`, whose time would otherwise include the start of a profile. `metrics` writes the row that the hooks above
+it have completed.
 """
 
 
@@ -44,7 +45,7 @@ def make_hooks(context: HookContext) -> Hooks:
 
 
 class Hooks:
-    """Calls every hook at the points of a step; see `hook.Hook`.
+    """Calls every hook at the points of a step (`hook.Hook`).
 
     Args:
         hooks: the hooks, in the order in which they are called.
@@ -67,18 +68,18 @@ class Hooks:
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[StepBatch]:
-        """Enters the context managers of `Hook.step`; yields the batch that the last one has left."""
+        """Enters the context managers of `Hook.step`; yields the last hook's batch."""
         with ExitStack() as stack:
             for hook in self._hooks:
                 batch = stack.enter_context(hook.step(batch))
             yield batch
 
     def flags(self) -> list[bool]:
-        """The flags of this rank, of each hook that has one."""
+        """Returns this rank's flags, one for each hook that has a flag."""
         return [hook.flag() for hook in self._flagged]
 
     def needs_finished(self, step: int) -> bool:
-        """Whether any hook needs a step to be finished before the next one is begun."""
+        """Tells whether any hook needs a step finished before the next one begins."""
         return any(hook.needs_finished(step) for hook in self._hooks)
 
     def numbers(self, step: int, result: StepResult, flags: Sequence[bool], *, begun: int) -> None:
@@ -86,7 +87,7 @@ class Hooks:
 
         Args:
             result: the numbers of a finished step, the same on all ranks.
-            flags: whether any rank had set the flag, of each hook that has one; empty for none.
+            flags: whether any rank had set the flag, for each hook that has a flag; empty if no flag was set.
             begun: number of the step that was begun last.
         """
         numbers = StepNumbers(step, result, begun, result.parts)

@@ -1,4 +1,4 @@
-"""Rotation of this rank's log file, where it has one of its own."""
+"""Rotation of this rank's log file, if it has its own."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class LogRotation(Hook):
     """Rotates the log between steps: a run of months must not fill a disk."""
 
     def after_step(self, step: int) -> None:
-        """Rotates the log where it has become too large."""
+        """Rotates the log if it has become too large."""
         rotate_log()

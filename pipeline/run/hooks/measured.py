@@ -1,7 +1,7 @@
 """Measurements of an attempt of a run, beside the memory that formulas predict: for `headrace plan --score`.
 
-They are an event `measured` of the journal of attempts, and not in the run's manifest: nothing there depends on the
-time or the host, and a resumed run has the manifest of an uninterrupted one. The time of a step is not predicted here,
+They are an event `measured` in the journal of attempts, not in the run's manifest: nothing in a manifest depends on
+time or host, and a resumed run has the manifest of an uninterrupted one. The time of a step is not predicted here,
 since that needs the description of a machine: `headrace plan --score` predicts it, with the formulas of its version.
 """
 
@@ -25,10 +25,10 @@ from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.metrics.memory import PeakMemory
 
 WARM_UP = 3
-"""First steps of an attempt that do not count: kernels are compiled, memory and communicators are allocated."""
+"""Number of first steps of an attempt that do not count: they compile kernels and allocate memory and communicators."""
 
 NEWEST = 1000
-"""Newest steps whose times are kept."""
+"""Number of newest steps whose times are kept."""
 
 
 def make(context: HookContext) -> Hook:
@@ -37,9 +37,9 @@ def make(context: HookContext) -> Hook:
 
 
 class Measured(Hook):
-    """Times the newest steps of an attempt, after its warm-up and without those that compiled.
+    """Times the newest steps of an attempt, without warm-up steps and steps that compiled.
 
-    The CPU time of this process beside that of the clock tells a busy host from a slow one.
+    This process's CPU time beside the wall-clock time distinguishes a busy host from a slow one.
     """
 
     def __init__(self, here: RankOfRun) -> None:
@@ -59,10 +59,10 @@ class Measured(Hook):
     def end(self, step: int) -> None:
         """Records the event `measured`. Collective.
 
-        Its fields: `steps` (how many were timed), `step_s` (quartiles, in seconds), `cpu_s` (median CPU seconds of
+        Its fields: `steps` (number of timed steps), `step_s` (quartiles, in seconds), `cpu_s` (median CPU seconds of
         this process from one report to the next, with checkpoints and evaluations between them), `memory` (name of
         `PeakMemory` -> bytes by pipeline rank, the largest of its ranks), `predicted_memory_bytes` (tensors by the
-        formulas, by pipeline rank; absent where an architecture has none), `world_size`, `vocabulary`, `device`,
+        formulas, by pipeline rank; absent for an architecture without formulas), `world_size`, `vocabulary`, `device`,
         `threads`, `torch`, `headrace`.
         """
         here, topology = self._here, self._here.run.topology
@@ -87,7 +87,7 @@ class Measured(Hook):
         )
 
     def _times(self) -> dict[str, Any]:
-        """Quartiles and CPU time; nothing for fewer than two steps."""
+        """Returns quartiles and CPU time; nothing for fewer than two steps."""
         if len(self._seconds) < 2:
             return {}
         quartiles = statistics.quantiles(self._seconds, n=4, method="inclusive")

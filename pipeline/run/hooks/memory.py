@@ -7,7 +7,7 @@ from pipeline.runtime.faults.agreement import Agreement
 from pipeline.runtime.metrics.memory import PeakMemory
 
 GROWTH = 1.01
-"""Least growth of a peak that is worth an all-reduce, as a factor."""
+"""Smallest growth of a peak that is worth an all-reduce, as a factor."""
 
 
 def make(context: HookContext) -> Hook:
@@ -17,7 +17,7 @@ def make(context: HookContext) -> Hook:
 
 
 class AgreedPeak(Hook):
-    """Peak memory of the rank that needs most, as all ranks know it.
+    """Largest peak memory of any rank, known to all ranks.
 
     Args:
         own: reads this rank's peak memory.
@@ -27,14 +27,14 @@ class AgreedPeak(Hook):
     def __init__(self, own: PeakMemory, agreement: Agreement) -> None:
         self._own, self._agreement = own, agreement
         self._known: dict[str, int] = {}
-        self._agreed = 0  # the last step begun when the known peak was found: flags until then are out of date
+        self._agreed = 0  # the last step begun when the known peak was found; flags up to it are out of date
 
     def flag(self) -> bool:
-        """Whether this rank's peak exceeds the known one by more than `GROWTH`."""
+        """Tells whether this rank's peak exceeds the known peak by more than `GROWTH`."""
         return any(value > GROWTH * self._known.get(name, 0) for name, value in self._read().items())
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:
-        """Finds the maxima over all ranks where the peak of one has grown; adds them to the step's numbers."""
+        """Finds the maxima over all ranks if any peak has grown; adds them to the step's numbers."""
         if raised and numbers.step > self._agreed:
             own = self._read()
             self._known = dict(zip(own, self._agreement.max_over_ranks(*own.values()), strict=True))

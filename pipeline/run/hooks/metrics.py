@@ -16,10 +16,10 @@ def make(context: HookContext) -> Hook:
 
 
 class StepMetrics(Hook):
-    """Reports a step's numbers once the hooks before it have completed them.
+    """Reports a step's numbers after the earlier hooks have completed them.
 
     Args:
-        here: takes the rows, events and lines.
+        here: this rank of the run, which gets the rows, events and lines.
     """
 
     def __init__(self, here: RankOfRun) -> None:
@@ -47,7 +47,7 @@ class StepMetrics(Hook):
 
 
 def _health(result: StepResult) -> dict[str, Any]:
-    """Gradient norm where it is finite, fp16's loss scale, and why an update was skipped."""
+    """Returns a finite gradient norm, fp16's loss scale, and why an update was skipped."""
     fp16 = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
     norm = {"grad_norm": result.grad_norm} if math.isfinite(result.grad_norm) else {}
     return {**({"skipped": True, "outcome": result.outcome} if result.skipped else {}), **norm, **fp16}

@@ -12,7 +12,7 @@ from pipeline.runtime.metrics.step_clock import StepClock
 
 
 def make(context: HookContext) -> Hook:
-    """Makes the hook; a profile that an error or a stop cuts short is written when the attempt ends."""
+    """Makes the hook; a profile cut short by an error or a stop is written when the attempt ends."""
     here = context.here
     gpu = here.agreement.device.type == "cuda"
     section, run_dir = here.run.config.profile, here.prepared.run_dir
@@ -21,10 +21,10 @@ def make(context: HookContext) -> Hook:
 
 
 class Profile(Hook):
-    """Records steps; a profile has the kernels of its own steps only.
+    """Records steps; a profile has only the kernels of its own steps.
 
     Args:
-        clock: leaves the start and the end of the profile out of the time of steps.
+        clock: step clock, which excludes the start and the end of the profile.
     """
 
     def __init__(self, profiler: StepProfiler, clock: StepClock) -> None:
@@ -32,14 +32,14 @@ class Profile(Hook):
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[StepBatch]:
-        """Starts the profile where it begins with this step, and marks the step in it."""
+        """Starts the profile if it begins with this step, and marks the step in it."""
         with self._clock.excluded():
             self._profiler.begin(batch.step)
         with self._profiler.step(batch.step):
             yield batch
 
     def needs_finished(self, step: int) -> bool:
-        """Whether the profile begins after this step or ends with it."""
+        """Tells whether the profile begins after this step or ends with it."""
         return self._profiler.begins_with(step + 1) or self._profiler.ends_with(step)
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:

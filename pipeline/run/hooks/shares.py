@@ -19,17 +19,17 @@ def make(context: HookContext) -> Hook:
 
 
 class MeasuredShares(Hook):
-    """Divides the samples of steps anew where that pays, and reports it.
+    """Divides the samples of steps anew if it pays, and reports the change.
 
     Args:
-        here: takes the events and the lines.
+        here: this rank of the run, which records events and prints lines.
     """
 
     def __init__(self, balancer: ShareBalancer, here: RankOfRun) -> None:
         self._balancer, self._here = balancer, here
 
     def start(self, step: int) -> None:
-        """Records the shares that the attempt begins with."""
+        """Records the shares with which the attempt begins."""
         self._here.record(step, event="shares", **shares_row(self._balancer.shares))
 
     def step(self, batch: StepBatch) -> AbstractContextManager[StepBatch]:
@@ -38,7 +38,7 @@ class MeasuredShares(Hook):
         return nullcontext(batch)
 
     def after_step(self, step: int) -> None:
-        """Gathers speeds, and divides the following steps."""
+        """Gathers speeds, and divides the samples of the following steps."""
         change = self._balancer.update(step)
         if change is not None:
             self._here.record(step, event="shares", **change.row())

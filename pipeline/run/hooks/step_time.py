@@ -13,7 +13,8 @@ from pipeline.runtime.metrics.mfu import mfu, peak_flops
 from pipeline.runtime.metrics.step_clock import StepClock, StepCost
 
 SLOW_STEP_S = 5.0
-"""Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more."""
+"""Seconds of a step above which it is finished before the next is begun: a stop signal should not wait for two more
+steps."""
 
 
 def make(context: HookContext) -> Hook:
@@ -27,10 +28,10 @@ class MeasuredStepTime(Hook):
     """Measures steps.
 
     Args:
-        clock: measures from report to report.
-        group: knows which share of a step's batch was run here; None in an ordinary run.
-        flops: FLOPs the model spends on one token, forward and backward; None where they are not known.
-        peak: peak FLOP/s of one device; None where it is not known.
+        clock: step clock, which measures from report to report.
+        group: island or replica, which knows its share of a step's batch; None in an ordinary run.
+        flops: FLOPs the model spends on one token, forward and backward; None where unknown.
+        peak: peak FLOP/s of one device; None where unknown.
     """
 
     def __init__(
@@ -40,15 +41,15 @@ class MeasuredStepTime(Hook):
         self._slow = False
 
     def batches(self, steps: Iterable[StepBatch]) -> Iterable[StepBatch]:
-        """Measures how long each batch is waited for."""
+        """Measures the wait for each batch."""
         return self._clock.timed(steps)
 
     def flag(self) -> bool:
-        """Whether the last step was slow on this rank."""
+        """Tells whether the last step was slow on this rank."""
         return self._clock.last_lap > SLOW_STEP_S
 
     def needs_finished(self, step: int) -> bool:
-        """Whether steps are slow on any rank: then no device needs to work ahead."""
+        """Tells whether steps are slow on any rank: then no device needs to work ahead."""
         return self._slow
 
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:
@@ -62,5 +63,5 @@ class MeasuredStepTime(Hook):
         numbers.cost = StepCost(seconds, waited, rate, used, numbers.memory)
 
     def outside_step(self) -> AbstractContextManager[None]:
-        """Leaves the time of a save, an evaluation or an exchange out."""
+        """Excludes the time of a save, an evaluation or an exchange."""
         return self._clock.excluded()

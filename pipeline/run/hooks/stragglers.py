@@ -1,4 +1,4 @@
-"""Stragglers: the ranks that all others wait for, in the journal and on the terminal."""
+"""Stragglers (ranks for which all others wait), in the journal and on the terminal."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def make(context: HookContext) -> Hook:
 
 
 class StragglerReports(Hook):
-    """Measures how long this rank works, and reports ranks that take longer than their peers.
+    """Measures this rank's own time, and reports ranks that take longer than their peers.
 
     Args:
-        here: takes the events and the lines.
+        here: this rank of the run, which records events and prints lines.
     """
 
     def __init__(self, stragglers: Stragglers, here: RankOfRun) -> None:
@@ -48,7 +48,7 @@ class StragglerReports(Hook):
             yield batch
 
     def needs_finished(self, step: int) -> bool:
-        """Whether the next step is profiled: a profile has the kernels of its own step only."""
+        """Tells whether the next step is profiled: a profile must have only the kernels of its own step."""
         return self._stragglers.profiles(step + 1)
 
     def after_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The student's own samples, which it writes before a step is begun (on-policy distillation)."""
+"""The student's own samples, generated before a step begins (on-policy distillation)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StudentSamples(Hook):
     """Completes every step's batch with samples that the student continues.
 
     Args:
-        watchdog: is told when this rank generates.
+        watchdog: watchdog that gets the phase when this rank generates.
     """
 
     def __init__(self, samples: OnPolicySamples, watchdog: Watchdog) -> None:

@@ -1,8 +1,8 @@
 """`parallel.shares` "auto": measures the speed of every data-parallel rank, and divides the batch anew when it pays.
 
 All ranks decide from the same gathered numbers, so they agree without a further message. Speeds are averaged over time
-and a small gain changes nothing, so that noise does not move samples back and forth. The shares are no part of the data
-state: a resumed run begins with even ones, perhaps on other devices.
+and small gains are ignored, so noise does not move samples back and forth. Shares are not part of the data state: a
+resumed run begins with even shares, perhaps on other devices.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipeline.runtime.metrics.compute_clock import ComputeClock
 EVERY = 5
 """Steps between measurements, each of which may change the shares."""
 _NEW = 0.3
-"""Least weight of a measurement in the mean of a rank's seconds per sample: the first few count alike."""
+"""Smallest weight of a measurement in the mean of a rank's seconds per sample; the first few count equally."""
 MIN_GAIN = 0.05
-"""Expected gain below which the shares stay: to read and run other shapes takes time, and speeds are noisy."""
+"""Expected gain below which the shares stay: reading and running other shapes takes time, and speeds are noisy."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class ShareChange:
 
     Attributes:
         shares: samples of every data-parallel rank.
-        seconds_per_sample: measured time of the forward passes, on the slowest rank of every data-parallel rank.
+        seconds_per_sample: measured seconds of forward passes per sample, on the slowest rank of every data-parallel
+            rank.
         gain: estimated gain in speed of a step's passes: seconds before / seconds after - 1, e.g. 0.3.
     """
 
@@ -50,12 +51,12 @@ class ShareChange:
     gain: float
 
     def row(self) -> dict[str, Any]:
-        """Values of an event in the journal."""
+        """Returns the values of an event in the journal."""
         speeds = {"seconds_per_sample": list(self.seconds_per_sample), "gain": self.gain}
         return shares_row(self.shares) | speeds
 
     def line(self, step: int) -> str:
-        """The change as a line for people."""
+        """Formats the change as a line for people."""
         slowest = max(range(len(self.seconds_per_sample)), key=self.seconds_per_sample.__getitem__)
         ratio = self.seconds_per_sample[slowest] / min(self.seconds_per_sample)
         why = f"data rank {slowest} takes {ratio:.2f} times as long per sample as the fastest"
@@ -83,11 +84,11 @@ def make_balancer(
 
 
 def timed_modules(causal: nn.Module, *, gathered_apart: bool) -> Iterator[nn.Module]:
-    """The modules of a model whose forward passes wait for no data-parallel rank.
+    """Yields the modules of a model whose forward passes wait for no data-parallel rank.
 
     Args:
         causal: Hugging Face's model, or a pipeline stage of it.
-        gathered_apart: whether the weights of every module are gathered by themselves (DeepSpeed's ZeRO-3).
+        gathered_apart: whether the weights of every module are gathered separately (DeepSpeed's ZeRO-3).
     """
     for layer in decoder_layers(causal).values():
         if not gathered_apart:
@@ -98,10 +99,10 @@ def timed_modules(causal: nn.Module, *, gathered_apart: bool) -> Iterator[nn.Mod
 
 
 def check_compiled_shares(run: ResolvedRun, *, compiled: bool) -> None:
-    """Refuses shares that would have layers compiled again and again, which the config may leave to the machine.
+    """Refuses shares that would compile layers repeatedly; whether layers are compiled may depend on the machine.
 
     Raises:
-        ConfigError: measured shares with micro-batches of changing size.
+        ConfigError: shares are measured and the size of micro-batches changes.
     """
     if not (compiled and changes_shapes(run.config, run.topology, run.batch)):
         return
@@ -113,7 +114,7 @@ def check_compiled_shares(run: ResolvedRun, *, compiled: bool) -> None:
 
 
 def shares_row(shares: Shares) -> dict[str, Any]:
-    """Values of an event in the journal."""
+    """Returns the values of an event in the journal."""
     return {"samples": list(shares.counts), "micro_batches": [len(sizes) for sizes in shares.sizes]}
 
 
@@ -123,7 +124,7 @@ class ShareBalancer:
     Args:
         rule: rule by which samples may be divided.
         topology: the mesh.
-        current: batch sizes of the next step; is given new shares.
+        current: batch sizes of the next step, which get new shares.
         clock: times this rank's forward passes.
     """
 
@@ -151,7 +152,7 @@ class ShareBalancer:
         self._clock.begin(sum(len(micro.input_ids) for micro in batch.micro_batches))
 
     def update(self, step: int) -> ShareChange | None:
-        """Gathers speeds after every `EVERY`-th step, and divides anew where that pays. Collective."""
+        """Gathers speeds after every `EVERY`-th step, and divides samples anew if it pays. Collective."""
         if step % EVERY:
             return None
         seconds, samples = self._clock.take()
@@ -159,7 +160,7 @@ class ShareBalancer:
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(found, own)
         measured = slowest_of_data_ranks(self._topology, [float(each) for each in found])
-        if min(measured) <= 0:  # a device that has not finished a step yet
+        if min(measured) <= 0:  # a device has not finished a step yet
             return None
         return self._decide(measured)
 
@@ -167,7 +168,7 @@ class ShareBalancer:
         self._measurements += 1
         weight = max(_NEW, 1 / self._measurements)
         before = self._means or measured
-        # geometric: a step in which a rank was held up for long says less about its speed than several ordinary ones
+        # geometric mean: one step with a long delay says less about a rank's speed than several ordinary steps
         means = tuple(old * (new / old) ** weight for old, new in zip(before, measured, strict=True))
         self._means = means
         shares = self._rule.divide([1 / each for each in means])
@@ -179,7 +180,7 @@ class ShareBalancer:
 
 
 def slowest_of_data_ranks(topology: Topology, seconds: Sequence[float]) -> list[float]:
-    """The largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 where a rank has none."""
+    """Returns the largest value of each data-parallel rank's pipeline, cp and tp ranks; 0 if a rank has no value."""
     by_rank: list[list[float]] = [[] for _ in range(topology.dp)]
     for rank, each in enumerate(seconds):
         by_rank[topology.coordinates(rank)["dp"]].append(each)

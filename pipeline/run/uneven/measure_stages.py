@@ -2,7 +2,7 @@
 
 Every rank repeats the matrix products of a decoder layer at the run's micro-batch, forward and backward. The slowest
 device of a pipeline rank counts, since its data- and tensor-parallel peers wait for it. All ranks compute the same
-numbers from the same gathered times, rounded, so that noise does not move layers from one start to the next.
+numbers from the same gathered times. The numbers are rounded, so noise does not move layers from one start to the next.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.missing_ranks import deadline
 
 WINDOWS, WINDOW_S = 4, 0.5
-"""Number of windows in which each rank computes, and seconds of each. In a window the mean of the passes counts: a
-device that is throttled for part of the time is slow. Of the windows the fastest counts: other processes of a host
-only add time."""
+"""Number of windows in which each rank computes, and seconds of each. Within a window the mean of the passes counts,
+since a device that is throttled for part of the time is slow. Among the windows the fastest counts, since a host's
+other processes only add time."""
 STEP = 0.05
-"""Step to which speeds are rounded, relative to the fastest."""
+"""Step to which speeds are rounded, relative to the fastest device."""
 MARGIN = 0.9
-"""Share of a GPU's free memory that tensors may take: the formulas count neither fragmentation nor workspaces."""
+"""Share of a GPU's free memory that tensors may take: the formulas omit fragmentation and workspaces."""
 _PASS_FLOPS = {"cuda": 1e13, "cpu": 2e10}
-"""Most FLOPs of a pass, which takes some ms on a GPU and tenths of a second on a CPU."""
+"""Largest number of FLOPs of a pass, which takes some ms on a GPU and tenths of a second on a CPU."""
 
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """Measured speeds of the pipeline ranks, and the division of the layers that follows.
+    """Measured speeds of the pipeline ranks, and the resulting division of the layers.
 
     Attributes:
-        devices: speeds relative to the fastest, and memory.
-        seconds: time of a pass on the slowest device of every pipeline rank.
+        devices: speeds relative to the fastest device, and memory.
+        seconds: seconds of a pass on the slowest device of every pipeline rank.
         layers: (first, end) of the decoder layers of every stage.
     """
 
@@ -55,7 +55,7 @@ class MeasuredStages:
     layers: tuple[tuple[int, int], ...]
 
     def row(self) -> dict[str, Any]:
-        """Values of an event in the journal, and of the run's manifest."""
+        """Returns the values for an event in the journal and for the run's manifest."""
         memory = self.devices.memory
         return {
             "speeds": list(self.devices.speeds),
@@ -65,11 +65,11 @@ class MeasuredStages:
         }
 
     def applied(self, prepared: PreparedRun) -> PreparedRun:
-        """A run with these stages."""
+        """Returns a run with these stages."""
         return replace(prepared, run=replace(prepared.run, measured_devices=self.devices))
 
     def line(self) -> str:
-        """The stages as a line for people."""
+        """Formats the stages as a line for people."""
         speeds = ", ".join(f"{each:.2f}" for each in self.devices.speeds)
         counts = ", ".join(str(end - first) for first, end in self.layers)
         text = f"pipeline stages by measured speed: ranks {speeds} of the fastest; decoder layers per stage {counts}"
@@ -81,7 +81,7 @@ class MeasuredStages:
 def measure_stages(
     run: ResolvedRun, model: nn.Module, rendezvous: Rendezvous, device: torch.device
 ) -> MeasuredStages | None:
-    """Measures this rank, and gathers the times of all. Collective; None where the config asks for no measurement.
+    """Measures this rank, and gathers all ranks' times. Collective; None if the config asks for no measurement.
 
     Args:
         run: the resolved config.
@@ -95,7 +95,7 @@ def measure_stages(
     if run.config.parallel.stage_speeds != "measured":
         return None
     with deadline(rendezvous, "while the speeds of pipeline stages were measured"):
-        dist.barrier()  # ranks that share a host are measured together, as they compute
+        dist.barrier()  # ranks of a host are measured together, as they will compute
         own = torch.tensor([_pass_seconds(run, model, device), _free_memory(device)], dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(found, own)
@@ -110,13 +110,13 @@ def measure_stages(
 
 
 def relative_speeds(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Speeds of devices with these times for equal work: 1 for the fastest, in steps of `STEP`, never 0."""
+    """Computes the speeds of devices from times for equal work: 1 for the fastest, in steps of `STEP`, never 0."""
     fastest = min(seconds)
     return tuple(round(max(1, round(fastest / each / STEP)) * STEP, 2) for each in seconds)
 
 
 def slowest_of_pipeline_ranks(topology: Topology, values: Sequence[float]) -> list[float]:
-    """The largest value of each pipeline rank's data-, context- and tensor-parallel ranks."""
+    """Returns the largest value of each pipeline rank's data-, context- and tensor-parallel ranks."""
     by_rank: list[list[float]] = [[] for _ in range(topology.pp)]
     for rank, each in enumerate(values):
         by_rank[topology.coordinates(rank)["pp"]].append(each)
@@ -124,18 +124,18 @@ def slowest_of_pipeline_ranks(topology: Topology, values: Sequence[float]) -> li
 
 
 def _pass_seconds(run: ResolvedRun, model: nn.Module, device: torch.device) -> float:
-    """Seconds of the products of a decoder layer on this rank, see `WINDOWS`."""
+    """Measures the seconds of a decoder layer's matrix products on this rank (`WINDOWS`)."""
     shapes = _matrices(run, model)
     flops_per_row = 6 * sum(rows * columns for rows, columns in shapes)
     tokens = run.batch.micro * run.batch.sequence_length // run.topology.cp
     tokens = max(1, min(tokens, int(_PASS_FLOPS[device.type] / flops_per_row)))
     products = [_Product(shape, tokens, dtype=model_dtype(run.config), device=device) for shape in shapes]
-    _timed_pass(products, device)  # the first one allocates, and chooses kernels
+    _timed_pass(products, device)  # the first pass allocates, and chooses kernels
     return min(_mean_seconds(products, device) for _ in range(WINDOWS))
 
 
 def _mean_seconds(products: Sequence[_Product], device: torch.device) -> float:
-    """Mean seconds of the passes of a window, one at least."""
+    """Measures the mean seconds of a window's passes, at least one."""
     passes, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < WINDOW_S or passes == 0:
         _timed_pass(products, device)
@@ -151,7 +151,7 @@ def _timed_pass(products: Sequence[_Product], device: torch.device) -> None:
 
 
 class _Product:
-    """A linear layer's product and its two gradients, of ones: their values do not matter.
+    """A linear layer's product and its two gradients, on ones, since values do not matter.
 
     Args:
         shape: (out, in) of the weight.
@@ -170,7 +170,7 @@ class _Product:
 
 
 def _matrices(run: ResolvedRun, model: nn.Module) -> list[tuple[int, int]]:
-    """(out, in) of the matrices of the first decoder layer on a rank, with the experts of one token only."""
+    """Returns (out, in) of the first decoder layer's matrices on a rank, with the experts of only one token."""
     tp, config = run.topology.tp, model.config
     shapes: list[tuple[int, int]] = []
     for parameter in layer_list(model)[1][0].parameters():
@@ -183,7 +183,7 @@ def _matrices(run: ResolvedRun, model: nn.Module) -> list[tuple[int, int]]:
 
 
 def _free_memory(device: torch.device) -> float:
-    """Bytes that tensors of this process may still take on a GPU; 0 on a CPU, whose ranks share one memory."""
+    """Returns the bytes that this process's tensors may still take on a GPU; 0 on a CPU, whose ranks share memory."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.empty_cache()

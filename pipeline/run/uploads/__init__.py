@@ -1,1 +1,1 @@
-"""Checkpoints and journals of a run that go up to an object store while it trains."""
+"""Uploads of a run's checkpoints and journals to an object store while it trains."""

@@ -1,7 +1,7 @@
 """`python -m pipeline.run.uploads`: the process that rank 0 starts; it ends when its input is closed, with rank 0.
 
-It reads words from its standard input: `backlog` (tell when everything is uploaded), `end` (upload small files, end).
-It writes events to its standard output, one JSON object per line.
+It reads words from its standard input: `backlog` (report when everything is uploaded), `end` (upload small files and
+end). It writes events to its standard output, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WRITING = threading.Lock()
 
 
 def main() -> int:
-    """Uploads until it is told to end; the first line of its input has the arguments."""
+    """Uploads until it is told to end; the first input line has the arguments."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are sent to all processes of a job: rank 0 decides
-    die_with_parent()  # what the next start would do is not known: it uploads what is left itself
+        signal.signal(number, signal.SIG_IGN)  # all processes of a job get these signals, but rank 0 decides
+    die_with_parent()  # the next start itself uploads the backlog
     given = json.loads(sys.stdin.readline())
     uploader = Uploader(
         given["url"],
@@ -45,7 +45,7 @@ def main() -> int:
 def _listen(uploader: Uploader) -> None:
     for line in sys.stdin:
         uploader.ending = "now" if line.strip() == "end" else "backlog"
-    if uploader.ending != "now":  # rank 0 has ended, where it cannot be followed
+    if uploader.ending != "now":  # rank 0 has ended, on a system without a parent-death signal
         os._exit(1)
 
 

@@ -1,11 +1,11 @@
 """Copies a run's finished files to an object store, in a process of its own: packages of stores keep Python busy.
 
-Checkpoints go up one at a time, each whole: its files, then its manifest. Of those that wait only the newest is kept,
-and those of `run.keep_every`: a store that is slower than checkpoints are made gets fewer of them. One that waits is
-held by hard links, so that the run may delete it meanwhile. The small files go before and after each checkpoint, and at
-the end: a checkpoint in the store has the rows of its steps beside it.
+Checkpoints are uploaded one at a time: the files, then the manifest. Among waiting checkpoints only the newest and
+those of `run.keep_every` are kept, so a store slower than the saves gets fewer checkpoints. Hard links hold a waiting
+checkpoint, which the run may delete meanwhile. Small files are uploaded before and after each checkpoint, and at the
+end, so the store has the rows of a checkpoint's steps.
 
-What fails is tried again for ever, after 1 to 60 s; rank 0 decides how long it waits at its end.
+Failed uploads are repeated without limit, after 1 to 60 s; rank 0 decides how long it waits at its end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pipeline.runtime.metrics.times import iso_time
 
 T = TypeVar("T")
 Tell = Callable[[JournalRow], None]
-"""Function that tells rank 0 an event."""
+"""Function that reports an event to rank 0."""
 LINKS = ".uploading"
 """Folder of hard links in the run's directory."""
 _POLL_S, _RATE_S = 0.2, 30.0
@@ -54,23 +54,23 @@ class UploadTerms:
 
     Attributes:
         keep: number of newest checkpoints; None for all.
-        keep_every: divisor of the steps whose checkpoints are kept for ever; None for no such steps.
+        keep_every: divisor of the steps whose checkpoints are never deleted; None for no such steps.
     """
 
     keep: int | None
     keep_every: int | None
 
     def for_ever(self, step: int) -> bool:
-        """Whether a step's checkpoint is never deleted."""
+        """Tells whether a step's checkpoint is never deleted."""
         return self.keep_every is not None and step % self.keep_every == 0
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A finished checkpoint that is not in the store.
+    """A finished checkpoint that is not yet in the store.
 
     Attributes:
-        step: the last step that is in it.
+        step: the checkpoint's last step.
         text: bytes of its manifest.
         manifest: its parsed manifest.
         links: folder with hard links to its files.
@@ -84,7 +84,7 @@ class _Waiting:
 
 @dataclass
 class _State:
-    """State of the uploads that `headrace status` shows; see `row`."""
+    """State of the uploads, for `headrace status` (`row`)."""
 
     durable_step: int | None = None
     durable_at: float | None = None
@@ -95,7 +95,7 @@ class _State:
     sent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def rate(self) -> float:
-        """Bytes per second that were sent in the last `_RATE_S` seconds."""
+        """Computes the bytes per second sent in the last `_RATE_S` seconds."""
         now = time.monotonic()
         while self.sent and now - self.sent[0][0] > _RATE_S:
             self.sent.popleft()
@@ -103,7 +103,7 @@ class _State:
         return sum(count for _, count in self.sent) / max(seconds, 1.0)
 
     def row(self) -> JournalRow:
-        """Step and time of the newest checkpoint in the store, the backlog, bytes per second, and errors."""
+        """Returns step and time of the newest checkpoint in the store, the backlog, bytes per second, and errors."""
         left = dict(self.left)
         return {
             "time": iso_time(time.time()),
@@ -126,10 +126,11 @@ class Uploader:
         run_dir: the run's directory on this host.
         lease: this process's lease on the run.
         terms: the checkpoints that stay in the store.
-        tell: takes events.
+        tell: reports events to rank 0.
 
     Attributes:
-        ending: set when nothing more is to come: the backlog is uploaded (`backlog`) or left, then the small files.
+        ending: set at the end of the run: first the backlog is uploaded (`backlog`) or dropped, then the small files
+            are uploaded.
     """
 
     def __init__(self, url: str, run_dir: Path, *, lease: Lease, terms: UploadTerms, tell: Tell) -> None:
@@ -144,10 +145,10 @@ class Uploader:
         self.ending: Literal["no", "backlog", "now"] = "no"
 
     def run(self) -> None:
-        """Uploads until it is to end, and gives the lease back.
+        """Uploads until it is to end, and returns the lease.
 
         Raises:
-            LeaseLostError: another process has taken the lease over.
+            LeaseLostError: another process has taken over the lease.
         """
         shutil.rmtree(self._run_dir / LINKS, ignore_errors=True)
         threading.Thread(target=self._renew_always, name="lease", daemon=True).start()
@@ -169,7 +170,7 @@ class Uploader:
         self._patiently(partial(self._renew, released=True))
 
     def _first(self) -> _Waiting | None:
-        """The oldest checkpoint that waits, which is not dropped from here on; None without one."""
+        """Returns the oldest waiting checkpoint, which is not dropped any more; None without one."""
         with self._lock:
             first = self._waiting[0] if self._waiting else None
             self._state.uploading = None if first is None else first.step
@@ -190,7 +191,7 @@ class Uploader:
             self._state.durable_step = remote[0].step
 
     def _find_checkpoints(self) -> None:
-        """Queues finished checkpoints that the store lacks; drops queued ones that newer ones make needless."""
+        """Queues finished checkpoints that the store lacks; drops queued checkpoints that newer ones supersede."""
         with self._lock:
             for step, path in reversed(finished_checkpoints(self._run_dir)):
                 self._note(step, path)
@@ -202,7 +203,7 @@ class Uploader:
     def _note(self, step: int, path: Path) -> None:
         try:
             text, manifest = local_manifest(path)
-        except DataError:  # deleted just now, or damaged: the next start tells of that
+        except DataError:  # deleted just now, or damaged: the next start reports it
             return
         if self._known.get(step) == text:
             return
@@ -213,7 +214,7 @@ class Uploader:
             self._state.left[step] = manifest.bytes
 
     def _link(self, path: Path, manifest: Manifest) -> Path | None:
-        """Hard links to the files of a checkpoint; None where it was deleted meanwhile."""
+        """Makes hard links to a checkpoint's files; None if it was deleted meanwhile."""
         links = self._run_dir / LINKS / f"{path.name}-{manifest.fingerprint[:16]}"
         shutil.rmtree(links, ignore_errors=True)
         try:
@@ -223,15 +224,17 @@ class Uploader:
         except FileNotFoundError:
             shutil.rmtree(links, ignore_errors=True)
             return None
-        except OSError:  # no hard links here: a checkpoint that is deleted while it goes up is given up
+        except OSError:  # no hard links here: a checkpoint deleted during its upload is given up
             shutil.rmtree(links, ignore_errors=True)
             return path
         return links
 
     def _forget(self, waiting: _Waiting) -> None:
-        with self._lock:
+        with self._lock:  # in one step: a checkpoint that is not uploading may be dropped by the other thread
             self._waiting.remove(waiting)
             self._state.left.pop(waiting.step, None)
+            if self._state.uploading == waiting.step:
+                self._state.uploading = None
         if waiting.links.parent.name == LINKS:
             shutil.rmtree(waiting.links, ignore_errors=True)
 
@@ -244,19 +247,18 @@ class Uploader:
 
         try:
             url = self._free_name(step)
-            self._upload_small()  # a checkpoint that is there has the rows of its steps
+            self._upload_small()  # the store needs the rows of a checkpoint's steps
             send = partial(publish, waiting.links, url, progress=done, sent=self._sent, trying=self._patiently)
             self._patiently(send, retry=NotArrivedError)
         except _EndedError:
+            self._state.uploading = None
             return
         except StorageError:
             raise
-        except DataError as error:  # its files are gone
+        except DataError as error:  # the checkpoint's files are gone
             self._tell({"event": "upload_failed", "step": step, "why": _first_line(error)})
             self._forget(waiting)
             return
-        finally:
-            self._state.uploading = None
         self._state.durable_step, self._state.durable_at = step, time.time()
         self._forget(waiting)
         seconds = round(time.monotonic() - began, 3)
@@ -267,14 +269,14 @@ class Uploader:
             self._patiently(self._delete_old)
 
     def _free_name(self, step: int) -> str:
-        """A URL for a checkpoint that has no manifest: a step that was trained again has one from before."""
+        """Finds a URL for a checkpoint that has no manifest yet: a repeated step has one from its first training."""
         base = f"{self._url}/{CHECKPOINTS}/step-{step:08d}.{self._lease.number}"
         names = [base, *(f"{base}.{again}" for again in range(2, 1000))]
         taken = {each.url for each in self._patiently(partial(remote_checkpoints, self._url))}
         return next(name for name in names if name not in taken)
 
     def _delete_old(self) -> None:
-        """Deletes the checkpoints that are not to be kept: the manifest first, so that none is seen in part."""
+        """Deletes checkpoints that are not kept, manifest first, so none is visible in part."""
         if self._terms.keep is None:
             return
         steps: list[RemoteCheckpoint] = remote_checkpoints(self._url)
@@ -285,7 +287,7 @@ class Uploader:
                     delete(f"{old.url}/{name}")
 
     def _upload_small(self) -> None:
-        """Uploads changed files beside the checkpoints; the manifest once the store has a checkpoint."""
+        """Uploads changed small files; the run's manifest only once the store has a checkpoint."""
         paths = [path for path in self._run_dir.rglob("*") if is_small(path, self._run_dir)]
         if self._state.durable_step is None:
             paths = [path for path in paths if path != self._run_dir / MANIFEST]
@@ -305,21 +307,21 @@ class Uploader:
             self._state.sent.append((time.monotonic(), count))
 
     def _patiently(self, act: Callable[[], T], *, retry: type[DataError] = StorageError) -> T:
-        """Calls a function until the store lets it succeed; before that, makes sure of a lease that may be out of date.
+        """Calls a function until it succeeds in the store; first renews a lease that may have expired.
 
         Args:
             act: the function.
-            retry: another error than StorageError after which it is called again.
+            retry: error besides StorageError after which the function is called again.
 
         Raises:
-            LeaseLostError: another process has taken the lease over.
-            _EndedError: nothing more is to be tried.
+            LeaseLostError: another process has taken over the lease.
+            _EndedError: the process is to end without further attempts.
         """
         delay = _FIRST_RETRY_S
         while True:
             self._check()
             try:
-                if time.monotonic() - self._renewed_at > self._lease.silent_s:  # this process was paused
+                if time.monotonic() - self._renewed_at > self._lease.silent_s:  # this process was paused (SIGSTOP)
                     self._renew()
                 result = act()
             except (StorageError, retry) as error:
@@ -364,7 +366,7 @@ class Uploader:
             except StorageError as error:
                 self._failed(error)
             else:
-                if not self._state.left:  # else an upload tells whether it succeeds
+                if not self._state.left:  # otherwise an upload shows whether the store works
                     self._state.failing_since = self._state.error = None
             if self._state.left and time.monotonic() - told > _TELL_S:
                 told = time.monotonic()

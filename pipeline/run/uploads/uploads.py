@@ -1,4 +1,4 @@
-"""Rank 0's side of the uploads of a run: the lease, the process that uploads, and the events that it tells."""
+"""Rank 0's side of the uploads of a run: the lease, the uploading process, and its events."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from pipeline.runtime.faults.stop_signals import Stop, StopSignals
 from pipeline.runtime.metrics.sinks import JournalRow
 
 _END_S, _AFTER_AN_ERROR_S = 120.0, 20.0
-"""Seconds for the last small files at the end of a run, and after an error."""
+"""Seconds for uploading the last small files at the end of a run, and after an error."""
 _SAY_S = 10.0
 _GIVE_UP = 10
-"""Lease times without progress after which a run that has ended gives its backlog up."""
+"""Number of lease times without progress after which an ended run gives up its backlog."""
 
 
 class Record(Protocol):
@@ -40,7 +40,7 @@ class Record(Protocol):
 
 
 class Uploads:
-    """Uploads of a run whose directory is a URL; without effect for others, and on other ranks.
+    """Uploads of a run whose directory is a URL; without effect for other runs, and on ranks other than 0.
 
     In its block this process holds the run's lease in the store, and the directory on this host is up to date.
 
@@ -49,7 +49,7 @@ class Uploads:
         signals: stop signals of this process, by which a lost lease stops the run.
 
     Raises:
-        ConfigError: another process trains there, or the store is not one for a run.
+        ConfigError: another process trains there, or the store is unsuitable for a run.
         StorageError: the store cannot be read, listed, written to or deleted from.
     """
 
@@ -69,7 +69,7 @@ class Uploads:
         self._progress: tuple[Any, float] = (None, time.monotonic())
 
     def __enter__(self) -> Uploads:
-        """Takes the lease, and starts the process."""
+        """Takes the lease, and starts the uploading process."""
         if self._active:
             assert self.url is not None
             self._lease = _taken(self.url, silent_s=self._silent_s)
@@ -79,7 +79,7 @@ class Uploads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Uploads the small files for the last time, and gives the lease back."""
+        """Uploads the small files for the last time, and returns the lease."""
         if self._process is None:
             return
         self._send("end")
@@ -96,7 +96,7 @@ class Uploads:
             )
 
     def report(self, record: Record, say: Callable[[str], None]) -> None:
-        """Records and prints the events that the process has told since the last call; none on other ranks than 0."""
+        """Records and prints the uploading process's events since the last call; none on ranks other than 0."""
         for event in self._events():
             if event["event"] == "lease_lost":
                 self._lost = True
@@ -111,11 +111,11 @@ class Uploads:
                 say(line)
 
     def finish(self, record: Record, say: Callable[[str], None], *, seconds: float) -> bool:
-        """Waits for some seconds until everything is uploaded; returns whether it is. On rank 0.
+        """Waits some seconds for the end of all uploads; returns whether everything is uploaded. On rank 0.
 
         Raises:
-            TrainingError: the store has not taken anything for ten times `watchdog.heartbeat_timeout`.
-            LeaseLostError: another process has taken the lease over.
+            TrainingError: the store has accepted nothing for ten times `watchdog.heartbeat_timeout`.
+            LeaseLostError: another process has taken over the lease.
         """
         if self._process is None:
             return True
@@ -137,7 +137,7 @@ class Uploads:
 
     def _still_waiting(self, say: Callable[[str], None]) -> None:
         state, now = self._state(), time.monotonic()
-        sending = state.get("time") if state.get("bytes_per_second") else None  # of a large file, none may be done
+        sending = state.get("time") if state.get("bytes_per_second") else None  # a large file may not be done yet
         seen = state.get("backlog_bytes"), state.get("durable_step"), sending
         if seen != self._progress[0]:
             self._progress = seen, now
@@ -192,7 +192,7 @@ class Uploads:
     def _send(self, word: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has died: the next look starts another
+        with suppress(OSError):  # the process has died: the next check starts another
             self._process.stdin.write(word + "\n")
             self._process.stdin.flush()
 
@@ -213,7 +213,7 @@ def _taken(url: str, *, silent_s: float) -> Lease:
 
 
 def _line(event: JournalRow, step: int, url: str | None) -> str | None:
-    """The line that is printed for an event; None where there is none."""
+    """Returns the line to print for an event; None without a line."""
     make = _LINES.get(event["event"])
     return None if make is None else make({**event, "step": step, "run": url})
 

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take alike (stop, commit a checkpoint, ...): flags in a step's all-reduce, and maxima."""
+"""Decisions that are the same on all ranks (stop, commit a checkpoint, ...): flags in a step's all-reduce, maxima."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeline.runtime.launch.host_copy import HostCopy, to_device
 
 @dataclass(frozen=True)
 class StepFlags:
-    """Flags that a rank sends with the numbers of a step; after `agreed`, whether any rank has set them.
+    """Flags that a rank sends with the figures of a step; after `agreed`, the flags that any rank has set.
 
     Attributes:
         stop: the stop that was requested.
         busy: whether this rank's part of a checkpoint is still being written.
         checkpoint_due: whether it is time for a checkpoint.
-        hooks: flags of the hooks of the training loop that have one, in their order.
+        hooks: one flag for each training-loop hook that uses one, in the order of the hooks.
     """
 
     stop: Stop
@@ -29,14 +29,14 @@ class StepFlags:
     hooks: Sequence[bool] = ()
 
     def values(self) -> list[float]:
-        """Numbers whose sums over the ranks `agreed` takes: one for each reason to stop, one for each flag."""
+        """Encodes the flags for an all-reduce: a number per reason to stop and per flag; `agreed` decodes the sums."""
         stops = [float(self.stop == reason) for reason in Stop if reason]
         flags = (self.busy, self.checkpoint_due, *self.hooks)
         return [*stops, *map(float, flags)]
 
     @classmethod
     def agreed(cls, sums: Sequence[float]) -> StepFlags:
-        """The flags of all ranks, from these sums; the highest of several reasons to stop."""
+        """Decodes the sums of `values` over all ranks; of several reasons to stop the highest counts."""
         reasons = [reason for reason in Stop if reason]
         raised = [each > 0 for each in sums]
         stops, (busy, due, *hooks) = raised[: len(reasons)], raised[len(reasons) :]
@@ -48,7 +48,7 @@ class Agreement:
     """Computes maxima over all ranks.
 
     Args:
-        device: this rank's device; the all-reduce uses the backend of the gradients, which is the fastest one.
+        device: this rank's device; the all-reduce uses the gradients' backend, the fastest one.
 
     Attributes:
         device: this rank's device.
@@ -58,7 +58,7 @@ class Agreement:
         self.device = device
 
     def max_over_ranks(self, *values: int) -> list[int]:
-        """The maximum of each value over all ranks. Collective."""
+        """Computes the maximum of each value over all ranks. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return list(values)
         reduced = torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -75,5 +75,5 @@ class Agreement:
         return HostCopy(reduced)
 
     def requested_stop(self, signals: StopSignals) -> Stop:
-        """The strongest stop signal that any rank has received. Collective."""
+        """Returns the strongest stop signal that any rank has received. Collective."""
         return Stop(self.max_over_ranks(signals.requested)[0])

@@ -1,7 +1,7 @@
 """Diagnosis of a failed run from the heartbeats: which ranks died, hang or failed. No clock, no sockets, no files.
 
-All ranks run the same program, so they pass through the same (step, phase) transitions in the same order: the number
-of transitions of a rank tells whether it is ahead of the others or behind them.
+All ranks run the same program, so they pass through the same (step, phase) transitions in the same order. A rank's
+number of transitions tells whether it is ahead of the others or behind them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Literal
 
 DEPTH = 10
-"""Innermost calls that are shown; further out only calls of this package. A training step is 20 to 60 deep."""
+"""Number of innermost calls that are shown in full; further out only calls of this package are shown. The stack of a
+training step is 20 to 60 calls deep."""
 _OWN_PACKAGE = "/pipeline/"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b")
 _CALL = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
@@ -30,7 +31,7 @@ Kind = Literal["died", "silent", "stuck", "failed", "lost"]
 
 
 def thread_stack(thread: int) -> tuple[str, ...]:
-    """The innermost calls of a thread of this process, as "file:line in function"; empty when it has ended."""
+    """Returns the innermost calls of a thread of this process, as "file:line in function"; empty if it has ended."""
     frame: FrameType | None = sys._current_frames().get(thread)
     lines: list[str] = []
     while frame is not None:
@@ -41,7 +42,7 @@ def thread_stack(thread: int) -> tuple[str, ...]:
 
 
 def parse_faulthandler_dump(dump: Iterable[str], *, thread: int) -> tuple[str, ...]:
-    """The innermost calls of a thread, from the output of `faulthandler`, which needs no interpreter lock."""
+    """Extracts a thread's innermost calls from the output of `faulthandler`, which needs no interpreter lock."""
     inside, lines = False, list[str]()
     for line in dump:
         if found := _THREAD.match(line):
@@ -52,17 +53,17 @@ def parse_faulthandler_dump(dump: Iterable[str], *, thread: int) -> tuple[str, .
 
 
 def is_waiting(stack: Sequence[str]) -> bool:
-    """Whether the innermost calls wait for other ranks, as far as Python can tell."""
+    """Tells whether the innermost calls wait for other ranks, as far as Python can tell."""
     return any(mark in line for line in stack[:4] for mark in _WAITING)
 
 
 def in_debugger(stack: Iterable[str]) -> bool:
-    """Whether the thread is stopped in a Python debugger."""
+    """Tells whether the thread is stopped in a Python debugger."""
     return any(mark in line for line in stack for mark in _DEBUGGERS)
 
 
 def _call_lines(depth: int, path: str, number: int, function: str) -> list[str]:
-    """A call as one line, or none where `depth` lines are enough."""
+    """Formats a call as one line; returns no line for a call that is not shown."""
     in_library = _LIBRARIES.sub("", path)
     short = in_library if in_library != path else "/".join(path.rsplit("/", 3)[-3:])
     wanted = _OWN_PACKAGE in path if depth >= DEPTH else not short.startswith(_WRAPPERS)
@@ -77,17 +78,19 @@ class RankStatus:
         rank: global rank.
         host: host name.
         pid: process id.
-        machine: identity of the kernel and the pid namespace of the process; equal where `pid` means the same process.
-        start_ticks: start time of the process in kernel clock ticks; tells it from a later process with the same pid.
+        machine: identity of the kernel and the process's pid namespace; a `pid` identifies a process only within one
+            `machine`.
+        start_ticks: start time of the process in kernel clock ticks; distinguishes it from a later process with the
+            same pid.
         main_thread: identity of its main thread.
         last_heartbeat: time of the last heartbeat, in seconds of the server's clock.
         last_progress: time of the last heartbeat that reported progress.
         transitions: number of (step, phase) transitions so far.
         ticks: progress reports within the current phase.
         step: the current step, or the last one.
-        phase: start-up, training, ...
+        phase: current phase: start-up, training, ...
         stack: call stack of its main thread, innermost call first.
-        collective: the oldest collective it has begun that has not ended, while it makes no progress; or empty.
+        collective: the oldest collective that it has begun and not ended, while it makes no progress; empty otherwise.
         gil_held: whether the last heartbeat was a `faulthandler` dump: some call holds the interpreter lock (GIL).
         finished: whether it has signed off.
         disconnected: whether its connection is closed.
@@ -142,7 +145,7 @@ class Diagnosis:
 def diagnose(
     statuses: Sequence[RankStatus], now: float, *, silent_s: float, stuck_s: float, interval_s: float = 1.0
 ) -> Diagnosis | None:
-    """Diagnoses the run from the status of all ranks; None while nothing is wrong.
+    """Diagnoses the run from the status of all ranks; None while there is no fault.
 
     Args:
         statuses: statuses of the ranks that have registered.
@@ -156,8 +159,8 @@ def diagnose(
     causes = [s for s in failed if not s.secondary]
     dead = [s for s in statuses if s.disconnected and not s.finished and s.error is None]
     unlinked = [s for s in failed if s.disconnected or now - s.error_time > SETTLE_S]
-    # nccl ends ranks half a minute after another's host has lost its power: a rank that is overdue by then is the
-    # cause. A call that holds the interpreter lock delays heartbeats by up to half the timeout
+    # nccl ends ranks half a minute after another rank's host has lost power: the rank whose heartbeat is overdue by
+    # then is the cause. A call that holds the interpreter lock delays heartbeats by up to half the timeout
     limit_s = silent_s / 2 + 2 * interval_s
     overdue = [s for s in monitored if now - s.last_heartbeat > limit_s] if dead or unlinked else []
     return (
@@ -187,10 +190,10 @@ def _hang(monitored: Sequence[RankStatus], now: float, stuck_s: float) -> Diagno
 
 
 def _ranks_behind(monitored: Sequence[RankStatus]) -> Sequence[RankStatus]:
-    """Ranks with the fewest transitions; if all are equal, those not waiting; if still all, a minority by stack.
+    """Returns ranks with the fewest transitions; if all are equal, ranks that do not wait; else a minority by stack.
 
-    A rank waits for others when its stack says so, or when a collective it has begun has not ended: it may wait inside
-    our own code, for a number that is computed on a GPU.
+    A rank waits for others when its stack shows it, or when a collective that it has begun has not ended: it may wait
+    inside our own code for a value computed on a GPU.
     """
     fewest = min(status.transitions for status in monitored)
     behind = [status for status in monitored if status.transitions == fewest]

@@ -1,4 +1,4 @@
-"""Ending processes: this one from a thread while the main thread is blocked, and stopped or hung ranks by SIGKILL."""
+"""Ends this process from a thread while the main thread is blocked, and kills stopped or hung ranks (SIGKILL)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from foundation.processes import machine, state_of
 from pipeline.runtime.faults.diagnosis import Diagnosis, RankStatus
 
 Process = tuple[str, int, int]
-"""Machine, pid, and start time in kernel clock ticks."""
+"""Identity of a process: machine, pid, and start time in kernel clock ticks."""
 
 
 def ranks_to_kill(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus]) -> list[Process]:
-    """The ranks at fault that cannot exit by themselves: they are stopped, or never get the interpreter lock."""
+    """Returns the ranks at fault that cannot exit on their own: they are stopped, or never get the interpreter lock."""
     at_fault = [statuses[rank] for rank in diagnosis.ranks if diagnosis.kind in ("silent", "stuck")]
     return [(s.machine, s.pid, s.start_ticks) for s in at_fault if diagnosis.kind == "silent" or s.gil_held]
 

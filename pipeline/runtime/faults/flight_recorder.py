@@ -1,4 +1,4 @@
-"""Reads torch's flight recorder of this rank's collectives: the one it is in, and a dump of the newest ones.
+"""Reads torch's flight recorder of this rank: its pending collective, and a dump of its newest collectives.
 
 The recorder keeps the last collectives of each process group with their state, for NCCL and for gloo. Reading it waits
 for no device and no rank.
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 FILES = "flight-recorder-rank-"
-"""Prefix of the names of dumps; the rank follows, as torch's analysis (torchfrtrace) wants it."""
+"""Prefix of the names of dumps; the rank follows, as torch's analysis tool (torchfrtrace) requires."""
 
 
 def pending_collective() -> str:
-    """The oldest collective of this rank that has not ended; empty if there is none, or no recorder."""
+    """Returns this rank's oldest collective that has not ended; empty without such a collective or a recorder."""
     return describe_pending(_traces())
 
 
 def describe_pending(traces: list[Mapping[str, Any]]) -> str:
-    """The oldest collective of these traces that has not ended, e.g. "nccl:all_reduce 7 of mesh_tp, Float [64]".
+    """Describes these traces' oldest collective that has not ended, e.g. "nccl:all_reduce 7 of mesh_tp, Float [64]".
 
     Args:
         traces: JSON of each recorder of this process: `entries`, each with `state`, `retired`, ...
@@ -41,7 +41,7 @@ def describe_pending(traces: list[Mapping[str, Any]]) -> str:
 def dump(run_dir: Path, rank: int) -> Path | None:
     """Writes the newest collectives of this rank into the run's directory; None if there is no recorder.
 
-    With NCCL the pickle that torch's own analysis reads, with gloo JSON.
+    The dump is a pickle for torch's own analysis tool with NCCL, and JSON with gloo.
 
     Raises:
         OSError: the file cannot be written.
@@ -61,7 +61,7 @@ def _is_pending(entry: Mapping[str, Any]) -> bool:
 
 
 def _traces() -> list[Mapping[str, Any]]:
-    """The traces of NCCL and of gloo, where this build of torch and this process have them."""
+    """Returns the traces of NCCL and of gloo, as far as this build of torch and this process have them."""
     import torch.distributed as dist  # noqa: PLC0415  the watchdog of a process without torch has nothing to ask
 
     if not dist.is_available() or not dist.is_initialized():
@@ -71,7 +71,7 @@ def _traces() -> list[Mapping[str, Any]]:
 
 
 def _call(name: str) -> bytes:
-    """The result of a function of torch's C++ side; empty where this build lacks it, as one without NCCL does."""
+    """Calls a C++ function of torch; returns nothing where this build lacks it, for example for want of NCCL."""
     import torch._C._distributed_c10d as c10d  # noqa: PLC0415
 
     function = getattr(c10d, name, None)

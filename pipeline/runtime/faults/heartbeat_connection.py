@@ -24,11 +24,11 @@ _START_S = 60.0
 _CONNECT_S = 5.0
 """Connection timeout for each address of the server, in seconds."""
 _MOST_ANSWER = 4096
-"""Bytes without an end of line after which the other side is another program."""
+"""Number of bytes without an end of line after which the other side counts as another program."""
 _STRANGERS = 128
-"""Connections of other programs that may wait to be accepted beside those of all ranks."""
+"""Number of pending connections of other programs that may wait beside the connections of all ranks."""
 _HEARTBEATS_PER_SECOND = 256
-"""Heartbeats that the server takes per second at most; with more ranks each sends fewer."""
+"""Largest number of heartbeats per second at the server; with more ranks each rank sends fewer."""
 
 
 def start_heartbeat_server(
@@ -77,7 +77,7 @@ def start_heartbeat_server(
 
 
 def find_heartbeat_server(rendezvous: Rendezvous) -> ServerAddress | None:
-    """The address that rank 0 has published; None where there is no server."""
+    """Returns the address that rank 0 has published; None where there is no server."""
     value = store_call(lambda: rendezvous.store.get(_KEY), default=b"", timeout_s=_START_S)
     try:
         return ServerAddress.from_json(json.loads(value)) if value else None
@@ -86,19 +86,19 @@ def find_heartbeat_server(rendezvous: Rendezvous) -> ServerAddress | None:
 
 
 def heartbeat_interval(world_size: int) -> float:
-    """Seconds between the heartbeats of one rank."""
+    """Returns the seconds between the heartbeats of one rank."""
     return max(1.0, world_size / _HEARTBEATS_PER_SECOND)
 
 
 def heartbeat_timeout(config: WatchdogSection, world_size: int) -> float:
-    """Seconds of silence after which the other end counts as lost: several heartbeats may be late."""
+    """Returns the seconds of silence after which the other end counts as lost: several heartbeats may be late."""
     return max(config.heartbeat_timeout, 4 * heartbeat_interval(world_size))
 
 
 def connect(
     address: ServerAddress, registration: Message, *, local: bool
 ) -> tuple[socket.socket, MessageDecoder] | None:
-    """A connection on which the server has confirmed the registration, or None when no address leads to the server.
+    """Opens a connection and registers on it; None when no address leads to the server.
 
     Args:
         address: address of the server.
@@ -124,7 +124,7 @@ def connect(
 
 
 def _registered(connection: socket.socket, decoder: MessageDecoder, token: str) -> bool:
-    """Whether this is our server: a host name may lead to another host, and the port there to another program."""
+    """Tells whether this is our server: a host name may lead to another host, and its port to another program."""
     while (data := connection.recv(4096)) and len(decoder.incomplete) < _MOST_ANSWER:
         for message in decoder.feed(data):
             return isinstance(message, dict) and message.get("registered") == token
@@ -132,11 +132,11 @@ def _registered(connection: socket.socket, decoder: MessageDecoder, token: str) 
 
 
 def _addresses(master: str, bound: str) -> tuple[str, ...]:
-    """Names and IP addresses of this host, in the order in which other hosts should try them."""
+    """Returns names and IP addresses of this host, in the order in which other hosts should try them."""
     name = socket.gethostname()
     found = [master, name]
     with suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    if bound not in ("::", "0.0.0.0"):  # this host's own name may lead to its loopback alone
+    if bound not in ("::", "0.0.0.0"):  # this host's name may resolve only to its loopback address
         found.append(bound)
     return tuple(dict.fromkeys(found))

@@ -1,6 +1,6 @@
 """Heartbeat protocol between ranks and heartbeat server: one JSON object per line; other lines are kept as text.
 
-A rank's first line is the server's token: nothing of a connection is decoded before it has been compared.
+A rank's first line is the server's token; the server decodes nothing more before it has compared the token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 """A message between a rank and the heartbeat server."""
 
 MAX_LINE_BYTES = 1 << 20
-"""Longest line; a longer one is not of this protocol and is dropped."""
+"""Largest length of a line; longer lines are foreign to the protocol and are dropped."""
 
 
 DIAGNOSIS = b'{"diagnosis":'
@@ -21,12 +21,12 @@ DIAGNOSIS = b'{"diagnosis":'
 
 
 def encode(message: Message) -> bytes:
-    """A message as one line."""
+    """Encodes a message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def greeting(token: str) -> bytes:
-    """The first line of a rank."""
+    """Returns the first line that a rank sends."""
     return token.encode() + b"\n"
 
 

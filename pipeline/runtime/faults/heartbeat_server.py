@@ -1,7 +1,8 @@
 """Heartbeat server: a small process beside rank 0 that collects all ranks' heartbeats and diagnoses dead or hung ranks.
 
-It is a process and not a thread of rank 0: so it sees rank 0 die or stop like any other rank, and a call of rank 0 that
-holds the interpreter lock does not delay it. It needs no torch, and exits when the last rank has disconnected.
+It is a process of its own, not a thread of rank 0. So it sees rank 0 die or stop like any other rank, and a call in
+rank 0 that holds the interpreter lock does not delay it. It needs no torch, and exits when the last rank has
+disconnected.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from pipeline.runtime.faults.report import append_fault_once, describe_fault, fa
 REGISTRATION_S = 120.0
 """Seconds until ranks without any heartbeat are reported, and until a server that no rank has reached exits."""
 _EXIT_S = 5.0
-"""Seconds in which ranks exit after a diagnosis; those left on this machine are then killed."""
+"""Seconds for ranks to exit after a diagnosis; ranks left on this machine are then killed."""
 _SEND_S = 5.0
-"""Seconds for sending a diagnosis; a rank that is stopped takes none."""
+"""Seconds for sending a diagnosis; a stopped rank does not receive it."""
 _STRANGER_S = 30.0
-"""Seconds in which a connection has to present the token."""
+"""Seconds for a connection to present the token."""
 _LOST = {"died", "silent", "stuck", "lost"}
 
 
@@ -66,8 +67,8 @@ class _Connection:
     """State of a connection; `status` is None until the rank has registered.
 
     Attributes:
-        since: time when it was accepted, by `time.monotonic`.
-        first: bytes that it has sent before the token is complete; None from then on.
+        since: time when the connection was accepted, by `time.monotonic`.
+        first: bytes received so far, until the token is complete; None afterwards.
     """
 
     since: float = 0.0
@@ -93,13 +94,13 @@ class HeartbeatServer:
         self._diagnose_now = False
 
     def run(self) -> None:
-        """Returns when all ranks have disconnected, or none has ever registered."""
+        """Runs until all ranks have disconnected; ends also if none has ever registered."""
         start = last_check = next_heartbeat = time.monotonic()
         warned = self._config.world_size == 1
         while self._has_ranks or not (self._disconnected or last_check - start > REGISTRATION_S):
             self._receive(max(0.0, next_heartbeat - time.monotonic()))
             now = time.monotonic()
-            if now - last_check > 5 * self._config.interval_s:  # this process itself was stopped, not the ranks
+            if now - last_check > 5 * self._config.interval_s:  # this server process was stopped, not the ranks
                 self._reset_timers(now)
             last_check = now
             if not (self._diagnose_now or now >= next_heartbeat):
@@ -144,7 +145,7 @@ class HeartbeatServer:
                 self._read(key.fileobj)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed again already, or no file descriptors left
+        with suppress(OSError):  # the connection is closed already, or no file descriptor is left
             client, _ = self._listener.accept()
             client.setblocking(False)
             self._selector.register(client, selectors.EVENT_READ)
@@ -156,7 +157,7 @@ class HeartbeatServer:
             data = client.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:  # reset: the kernel closed it for a process that had unread data
+        except OSError:  # reset: the kernel closes it this way if its process had unread data
             data = b""
         now = time.monotonic()
         if connection.first is not None and data:
@@ -182,7 +183,7 @@ class HeartbeatServer:
             if isinstance(message, str):
                 return False
             connection.status = RankStatus(**message, last_heartbeat=now, last_progress=now)
-            with suppress(OSError):  # closed again already: noticed on receiving
+            with suppress(OSError):  # the connection is closed: noticed on receiving
                 client.send(encode({"registered": self._config.token}))
         elif isinstance(message, str):
             status = connection.status
@@ -203,7 +204,7 @@ class HeartbeatServer:
             self._diagnose_now = True
 
     def _disconnect_strangers(self, now: float) -> None:
-        """Closes connections that have not presented the token in time: they take up file descriptors."""
+        """Closes connections that have not presented the token in time, since they take up file descriptors."""
         for client, connection in list(self._connections.items()):
             if connection.first is not None and now - connection.since > _STRANGER_S:
                 self._disconnect(client, now)
@@ -216,14 +217,14 @@ class HeartbeatServer:
 
     def _broadcast(self, message: bytes) -> None:
         for client, connection in self._connections.items():
-            with suppress(OSError):  # stopped or gone: noticed at the next diagnosis
+            with suppress(OSError):  # the rank is stopped or gone: noticed at the next diagnosis
                 if connection.status is not None:
                     client.send(message)
 
     def _send_diagnosis(self, diagnosis: Diagnosis, kill: Sequence[Process]) -> None:
-        """Sends the diagnosis to every rank, with those processes to kill that are of the rank's own machine.
+        """Sends the diagnosis to every rank, with the processes to kill on the rank's own machine.
 
-        With thousands of ranks at fault it is larger than what a socket takes at once.
+        With thousands of ranks at fault the message is larger than a socket takes at once.
         """
         what = {"kind": diagnosis.kind, "ranks": diagnosis.ranks}
         ranks = {client: each.status.machine for client, each in self._connections.items() if each.status is not None}
@@ -274,11 +275,12 @@ class HeartbeatServer:
         if diagnosis.kind in _LOST:
             kill_ranks([(s.machine, s.pid, s.start_ticks) for s in remaining])
         elif ERROR_FILE not in os.environ and not all(_has_own_error(status) for status in self.statuses.values()):
-            # otherwise each rank has printed it itself; a launcher that collects error files prints the failed rank's
+            # otherwise each rank prints its error itself; a launcher that collects error files prints the failed rank's
+            # error
             with_timeout(2.0, lambda: print_report(report), default=None)
 
     def _wait_for_exits(self) -> list[RankStatus]:
-        """Waits until the ranks have disconnected; returns ranks that did not in time."""
+        """Waits until the ranks have disconnected; returns the ranks that did not in time."""
         deadline = time.monotonic() + _EXIT_S + SETTLE_S
         while self._has_ranks and time.monotonic() < deadline:
             self._receive(0.1)
@@ -286,9 +288,9 @@ class HeartbeatServer:
 
 
 def is_paused(monitored: Sequence[RankStatus]) -> bool:
-    """Whether the run is paused on purpose: one of its ranks by a debugger, or all ranks by a signal (SIGSTOP).
+    """Tells whether the run is paused on purpose: a rank by a debugger, or all ranks by a signal (SIGSTOP).
 
-    Known only for ranks on this machine.
+    Only ranks on this machine can be checked.
     """
 
     def process_state(status: RankStatus) -> str:
@@ -300,12 +302,12 @@ def is_paused(monitored: Sequence[RankStatus]) -> bool:
 
 
 def _has_own_error(status: RankStatus) -> bool:
-    """Whether a rank has failed with an error that is not a consequence of another rank's failure."""
+    """Tells whether a rank has failed with an error that is not a consequence of another rank's failure."""
     return status.error is not None and not status.secondary
 
 
 def _updated(status: RankStatus, message: Message, now: float) -> RankStatus:
-    """The status after a heartbeat: fields that the message lacks stay as they were."""
+    """Updates the status by a heartbeat; fields that the message lacks keep their values."""
     changed: dict[str, Any] = {
         key: message[key] for key in ("step", "phase", "finished", "error", "secondary", "collective") if key in message
     }
@@ -323,7 +325,7 @@ def main() -> None:
     """Runs the server: its configuration and the listening socket's file descriptor come as JSON on stdin."""
     config = json.load(sys.stdin)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks; the server exits with the last of them
+        signal.signal(number, signal.SIG_IGN)  # these signals are for the ranks; the server exits after the last rank
     raise_file_limit()
     listener = socket.socket(fileno=config.pop("listener"))
     listener.setblocking(False)

@@ -27,7 +27,7 @@ _FINISHED = encode({"finished": True})
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Step and phase of the main thread. See `RankStatus` for the fields."""
+    """Step and phase of the main thread; the fields are those of `RankStatus`."""
 
     phase: str = "start-up"
     step: int = 0
@@ -35,7 +35,7 @@ class RankPosition:
     ticks: int = 0
 
     def moved_to(self, phase: str, step: int | None) -> RankPosition:
-        """The position after a report: a transition, or one more tick when step and phase are the same."""
+        """Returns the position after a report: a transition, or one more tick if step and phase are unchanged."""
         step = self.step if step is None else step
         if (phase, step) == (self.phase, self.step):
             return RankPosition(phase, step, self.transitions, self.ticks + 1)
@@ -48,7 +48,7 @@ class ServerAddress:
 
     Attributes:
         port: TCP port.
-        token: presented by both ends of a connection.
+        token: secret that both ends of a connection present.
         hosts: names and IP addresses of the server's host.
         interval_s: seconds between heartbeats.
     """
@@ -59,17 +59,17 @@ class ServerAddress:
     interval_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """The address as a JSON object."""
+        """Converts the address to a JSON object."""
         return {"port": self.port, "token": self.token, "hosts": self.hosts, "interval_s": self.interval_s}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The address from its JSON object."""
+        """Reads the address from its JSON object."""
         return cls(fields["port"], fields["token"], tuple(fields["hosts"]), fields["interval_s"])
 
 
 def registration(rank: int) -> Message:
-    """The first message of a rank: the identity of this process."""
+    """Builds the first message of a rank: the identity of this process."""
     return {
         "rank": rank,
         "host": socket.gethostname(),
@@ -81,11 +81,11 @@ def registration(rank: int) -> Message:
 
 
 class PendingCollective:
-    """The collective a rank waits in, asked for when the rank has made no progress for a while.
+    """Asks for the collective in which a rank waits, once the rank has made no progress for a while.
 
     Args:
-        ask: returns the collective, or an empty text. Its failure is no fault of the run.
-        idle_s: seconds without progress until it is asked, and between two questions.
+        ask: returns the collective, or an empty text; its errors are ignored.
+        idle_s: seconds without progress before the first call of `ask`, and between two calls.
     """
 
     def __init__(self, ask: Callable[[], str], *, idle_s: float) -> None:
@@ -94,14 +94,14 @@ class PendingCollective:
         self._told = ""
 
     def changed(self, position: RankPosition) -> str | None:
-        """The collective, if it is another than at the last call; None if it is the same."""
+        """Returns the collective if it has changed since the last call; None otherwise."""
         now = time.monotonic()
         found = self._told
         if position != self._position:
             self._position, self._next, found = position, now + self._idle_s, ""
         elif now >= self._next:
             self._next = now + self._idle_s
-            with suppress(Exception):  # a torch whose recorder has another form
+            with suppress(Exception):  # the recorder's format differs in another version of torch
                 found = self._ask()
         changed, self._told = found != self._told, found
         return found if changed else None
@@ -111,20 +111,20 @@ class Monitor(threading.Thread):
     """Sends the position of the main thread, once per heartbeat interval.
 
     When the interpreter lock (GIL) is held for long, so that no Python thread runs, `faulthandler` writes the stack
-    into the connection instead: its own thread needs no lock. So a rank in a long C call is not taken for a dead one.
+    into the connection instead: its thread needs no lock. So a rank in a long C call is not taken for dead.
 
     Args:
         rank: this process's global rank.
         position: returns the position of the main thread.
         connect: connects to the heartbeat server, or returns None.
-        on_server_lost: called when the server is gone or silent, with the seconds of silence; 0 when it disconnected.
+        on_server_lost: called when the server is gone or silent, with the seconds of silence (0 if it disconnected).
         interval_s: seconds between heartbeats.
         timeout_s: heartbeat timeout: seconds of silence after which the server counts as lost.
-        collective: the collective this rank waits in; never any when None.
+        collective: returns the collective in which this rank waits; None to report no collectives.
         on_hang: called before the process is ended because a rank hangs or is silent.
 
     Attributes:
-        connected: set when this rank is registered, or the server is known not to be reachable.
+        connected: set when this rank is registered, or the server is known to be unreachable.
     """
 
     def __init__(
@@ -185,19 +185,19 @@ class Monitor(threading.Thread):
 
         Args:
             text: first line of the error.
-            secondary: whether it looks like a consequence of another rank's failure.
+            secondary: whether the error looks like a consequence of another rank's failure.
             exit_code: exit code with which this process is about to end.
             trace: traceback of the error, printed where the diagnosis ends this process and no other rank is the cause.
         """
-        self._trace = trace  # before `_own_error`, which this object's thread looks at
+        self._trace = trace  # before `_own_error`, which the monitor's thread checks
         self._own_error, self._exit_code = "secondary" if secondary else "cause", exit_code
         self.connected.wait(SETTLE_S)
         self._send({"error": text, "secondary": secondary, **self._heartbeat()})
 
     def await_diagnosis(self, seconds: float) -> None:
-        """Gives the server time to diagnose: this thread then ends the process, or returns when no rank is at fault.
+        """Gives the server time to diagnose; then the monitor ends the process, or this returns if no rank is at fault.
 
-        A lost server sends no diagnosis, but rank 0 may have died a moment after it, so its loss is checked once more.
+        A lost server sends no diagnosis, but rank 0 may die a moment after the server: the loss is checked once more.
         """
         deadline = time.monotonic() + seconds
         while self.is_alive() and not self._diagnosed.is_set() and time.monotonic() < deadline:
@@ -206,7 +206,7 @@ class Monitor(threading.Thread):
             self._on_server_lost(0.0)
 
     def close(self) -> None:
-        """Signs off, so that the disconnect does not count as a death. Once `_closing` is set the thread cleans up."""
+        """Signs off: the disconnect then does not count as a death. Once `_closing` is set the thread cleans up."""
         with self._lock:
             if self._socket is not None:
                 with suppress(OSError):
@@ -217,7 +217,7 @@ class Monitor(threading.Thread):
         self.join(2.0)
 
     def _exchange_heartbeats(self, connection: socket.socket, decoder: MessageDecoder) -> float | None:
-        """Sends and receives; returns the seconds of the server's silence, None after a diagnosis or `close`."""
+        """Exchanges heartbeats; returns the seconds of the server's silence, None after a diagnosis or `close`."""
         connection.settimeout(self._timeout_s)
         last_received = last_loop = time.monotonic()
         next_heartbeat = 0.0
@@ -225,7 +225,7 @@ class Monitor(threading.Thread):
             selector.register(connection, selectors.EVENT_READ)
             while not self._closing:
                 now = time.monotonic()
-                if now - last_loop > 5 * self._interval_s:  # this process itself was stopped
+                if now - last_loop > 5 * self._interval_s:  # this process was stopped (SIGSTOP)
                     last_received += now - last_loop
                 last_loop = now
                 if now >= next_heartbeat:
@@ -254,7 +254,7 @@ class Monitor(threading.Thread):
         return bool(data)
 
     def _heartbeat(self) -> Message:
-        """Position and, when it has changed, the stack."""
+        """Builds a heartbeat: the position and, if it has changed, the stack."""
         position = self._position()
         message: Message = {"phase": position.phase, "step": position.step}
         message |= {"transitions": position.transitions, "ticks": position.ticks}
@@ -288,14 +288,14 @@ class Monitor(threading.Thread):
         exit_now(EXIT_FOLLOWED if kind == "failed" else EXIT_LOST)
 
     def _wait_for_own_error(self, seconds: float) -> None:
-        """Waits for this rank's own error: where all ranks raise the same one, each prints it, sooner or later."""
+        """Waits for this rank's own error: if all ranks raise the same error, each prints it at a different time."""
         deadline = time.monotonic() + seconds
         while not self._own_error and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
 def _close_in_children(connection: socket.socket) -> None:
-    """Closes the connection in forked children, which would keep it open after this process has died."""
+    """Closes the connection in forked children, or they would keep it open after this process has died."""
     reference = weakref.ref(connection)
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""Progress of long calls that report none, such as loading a checkpoint, from the process's I/O counters."""
+"""Derives progress of long calls that report none, such as loading a checkpoint, from the process's I/O counters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 _POLL_S = 1.0
 _MIN_BYTES = 4096
-"""Bytes per poll that count as progress: reading the counters is itself some hundred."""
+"""Bytes per poll that count as progress; reading the counters itself takes some hundred bytes."""
 _COUNTERS = {"rchar", "wchar"}, {"read_bytes", "write_bytes"}
-"""Bytes of read and write calls, and bytes read from and written to disk: the latter also for memory-mapped files."""
+"""Counters of bytes in read and write calls, and of bytes read from and written to disk. Only the second pair counts
+memory-mapped files."""
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def progress_from_io(report_progress: Callable[[], None]) -> Iterator[None]:
 
 
 def _io_bytes() -> list[int]:
-    """Input and output bytes of this process as counted by Linux; constant on other systems."""
+    """Reads Linux's counters of this process's input and output bytes; constant on other systems."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """Fault reports: a text for a person, printed once, and a row of `faults.jsonl` in the run's directory.
 
-The rows stay when a run is resumed, whereas those of `metrics.jsonl` belong to steps and are truncated with them.
+A resumed run keeps these rows. Rows of `metrics.jsonl` belong to steps and are removed with them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipeline.runtime.metrics.sinks import JournalRow
 T = TypeVar("T")
 FILE_NAME = "faults.jsonl"
 _SHOWN = 4
-"""Ranks of one diagnosis that are described in full."""
+"""Number of ranks of one diagnosis that are described in full."""
 _RECORDED = 16
-"""Ranks of one diagnosis with a place and a stack in its row: a kilobyte each."""
+"""Number of ranks of one diagnosis whose position and stack are in its row: a kilobyte each."""
 _OWN_ROWS = 1 << 20
-"""Bytes at the end of the file in which a row of the same start would be."""
+"""Bytes at the end of the file that are searched for a row of the same start."""
 _STATES = {
     STOPPED: "the process is stopped (SIGSTOP, SIGTSTP or a batch system)",
     TRACED: "the process is stopped by a debugger",
@@ -39,7 +39,7 @@ _STATES = {
 
 
 def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> str:
-    """The report for a person.
+    """Formats the report for people.
 
     Args:
         diagnosis: cause of the end, and the ranks at fault.
@@ -68,9 +68,10 @@ def describe_fault(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, 
 
 
 def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world_size: int) -> JournalRow:
-    """The report as a row of `faults.jsonl`; `seconds` as in `Diagnosis`.
+    """Builds the report as a row of `faults.jsonl`; `seconds` has the meaning of `Diagnosis.seconds`.
 
-    Of thousands of ranks the first are described, and the others are numbers: `further` of them, in `further_ranks`.
+    Only the first of thousands of ranks are described; `further` is the number of the others, `further_ranks` lists
+    them.
     """
     ranks = [
         {"rank": s.rank, "host": s.host, "pid": s.pid, "step": s.step, "phase": s.phase, "stack": list(s.stack)}
@@ -92,7 +93,7 @@ def fault_row(diagnosis: Diagnosis, statuses: Mapping[int, RankStatus], *, world
 
 
 def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) -> JournalRow:
-    """A row of `faults.jsonl` for hosts that do not answer the agents of the others.
+    """Builds a row of `faults.jsonl` for hosts that do not answer the other hosts' agents.
 
     Args:
         hosts: rank -> host, for the ranks on these hosts, in ascending order.
@@ -112,7 +113,7 @@ def silent_hosts_row(hosts: Mapping[int, str], *, step: int, world_size: int) ->
 
 
 def print_report(text: str) -> None:
-    """Writes the report to the error file that the launcher has asked for, else to stderr."""
+    """Writes the report to the launcher's error file if there is one, otherwise to stderr."""
     if ERROR_FILE in os.environ:
         Path(os.environ[ERROR_FILE]).write_text(text)
         return
@@ -121,7 +122,7 @@ def print_report(text: str) -> None:
 
 
 def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, master: str = "") -> bool:
-    """Appends the row, unless another process of the same start has done so; returns whether this one did.
+    """Appends the row, unless another process of the start has done so; returns whether this process did.
 
     Returns True also if the file system does not respond or has no locks: two reports are better than none.
 
@@ -129,22 +130,22 @@ def append_fault_once(run_dir: Path, row: Mapping[str, Any], *, token: str, mast
         run_dir: the run's directory.
         row: the row.
         token: token that is the same in all processes of the start.
-        master: address:port of the rendezvous, which is the token of a row by agents: they write it before they end
-            the ranks of a start, and what ranks notice of that end is not the fault.
+        master: address:port of the rendezvous, which agents use as the token of their rows. Agents write their row
+            before they end the ranks of a start, so what the ranks then report is not recorded as the fault.
     """
     tokens = (token, master) if master else (token,)
     return with_timeout(3.0, lambda: _append(run_dir / FILE_NAME, {**row, "start": token}, tokens), default=True)
 
 
 def read_faults(run_dir: str | Path) -> list[JournalRow]:
-    """The faults of a run, oldest first."""
+    """Reads the faults of a run, oldest first."""
     path = Path(run_dir) / FILE_NAME
     rows = map(json_row, path.read_bytes().splitlines() if path.exists() else ())
-    return [row for row in rows if row is not None]  # without partial lines, written to a full disk
+    return [row for row in rows if row is not None]  # without partial lines, which a full disk leaves
 
 
 def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
-    """The result of `action`, or `default` when it raises OSError or takes longer, as on a dead file system."""
+    """Runs `action`; returns `default` if it raises OSError or exceeds the time, as on a dead file system."""
     results: list[T] = []
 
     def act() -> None:
@@ -160,7 +161,7 @@ def with_timeout(seconds: float, action: Callable[[], T], *, default: T) -> T:
 
 
 def _other_ranks(ranks: Sequence[int]) -> dict[str, Any]:
-    """Columns for the ranks at fault that a row does not describe."""
+    """Builds columns for the ranks at fault that a row does not describe."""
     further = ranks[_RECORDED:]
     return {"further": len(further), "further_ranks": _rank_ranges(further)} if further else {}
 
@@ -237,7 +238,7 @@ def _stack(status: RankStatus, when: str) -> list[str]:
 
 
 def _collectives(statuses: Sequence[RankStatus]) -> list[str]:
-    """Lines on which ranks wait in which collective, as far as they have reported it."""
+    """Tells which ranks wait in which collective, as far as they have reported it, one line per collective."""
     groups: dict[str, list[int]] = {}
     for status in statuses:
         if status.collective:
@@ -247,7 +248,7 @@ def _collectives(statuses: Sequence[RankStatus]) -> list[str]:
 
 
 def _positions(statuses: Sequence[RankStatus]) -> str:
-    """Ranks grouped by position: "ranks 0, 2-7 at step 17, in training"."""
+    """Groups ranks by position: "ranks 0, 2-7 at step 17, in training"."""
     groups: dict[tuple[int, str], list[int]] = {}
     for status in sorted(statuses, key=lambda status: status.rank):
         groups.setdefault((status.step, status.phase), []).append(status.rank)
@@ -256,7 +257,7 @@ def _positions(statuses: Sequence[RankStatus]) -> str:
 
 
 def _rank_ranges(numbers: Iterable[int]) -> str:
-    """Ranks with ranges: "ranks 0, 2-7"."""
+    """Formats ranks as ranges: "ranks 0, 2-7"."""
     ranks = sorted(numbers)
     members = set(ranks)
     starts = [rank for rank in ranks if rank - 1 not in members]

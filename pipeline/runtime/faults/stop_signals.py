@@ -30,7 +30,7 @@ _EXIT_S = 1.0
 
 
 class Stop(IntEnum):
-    """Reason why a run stops before its end; of several ranks' reasons the highest counts."""
+    """Reason why a run stops before its end; if ranks have different reasons, the highest counts."""
 
     NO = 0
     INTERRUPT = 1
@@ -50,7 +50,7 @@ _SIGNALS = {signal.SIGUSR1: Stop.WARNING, signal.SIGTERM: Stop.TERMINATE, signal
 
 
 class StopSignals:
-    """Records stop signals instead of dying by them, within a `with` block. In the main thread.
+    """Records stop signals within a `with` block of the main thread, so that they do not end the process.
 
     Ctrl-C ends the process as usual until `handle_interrupts`: while a run starts up there is nothing to save.
 
@@ -90,17 +90,17 @@ class StopSignals:
         self.requested = max(self.requested, _SIGNALS[signal.Signals(number)])
         if self._announce:
             hint = "; Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            with suppress(OSError):  # print would raise here, where the main thread is in the middle of printing
+            with suppress(OSError):  # print would raise if the signal interrupts a print of the main thread
                 os.write(2, f"{self.requested}: the step is finished and saved first{hint}\n".encode())
 
 
 def coordinate_exit(code: int, rendezvous: Rendezvous | None, *, launcher: str) -> int:
-    """The exit code of this rank when all stop together: rank 0 exits with `code` and last, the others with 0.
+    """Returns this rank's exit code when all stop together: rank 0 exits last and with `code`, the others with 0.
 
-    To be called while the process group is open, whose store carries the flags. srun and deepspeed kill the remaining
-    ranks after the first exit code that is not 0, and then report the kill. Of torchrun's ranks all exit with `code`:
-    for an agent whose ranks have all exited with 0 the run is over, and other agents would go on without it. Those of
-    pods do, too: a pod that ends with 0 is not started again.
+    Call it while the process group is open: its store carries the flags. srun and deepspeed kill the remaining ranks
+    after the first exit code that is not 0, and then report the kill. Under torchrun all ranks exit with `code`: an
+    agent whose ranks have all exited with 0 takes the run for finished, and the other agents would go on without it. In
+    pods all ranks exit with `code`, too: a pod that ends with 0 is not started again.
     """
     if rendezvous is None or rendezvous.world_size == 1 or code == 0:
         return code
@@ -112,5 +112,5 @@ def coordinate_exit(code: int, rendezvous: Rendezvous | None, *, launcher: str) 
     others = range(1, rendezvous.world_size)
     while rendezvous.ranks_without(_READY_TO_EXIT, others) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(_EXIT_S)  # from their flag to their exit
+    time.sleep(_EXIT_S)  # time for the other ranks to exit after setting their flag
     return code

@@ -1,7 +1,7 @@
 """Watchdog of each rank: reports step and phase in heartbeats, and ends the process when another rank is lost.
 
     with run_watchdog(launch, rendezvous, config=..., run_dir=...) as watchdog:
-        with watchdog:                       # reports an error that leaves this block to the other ranks
+        with watchdog:                       # an error that leaves this block is reported to the others
             watchdog.enter_phase("training", step)
 
 A thread (`monitor.py`) sends heartbeats to the server beside rank 0 (`heartbeat_server.py`), which diagnoses dead and
@@ -42,13 +42,14 @@ from pipeline.runtime.launch.missing_ranks import barrier
 from pipeline.runtime.launch.rendezvous import store_call
 
 _IDLE_S, _DUMP_S = 10.0, 3.0
-"""Seconds without progress until a rank looks up its pending collective; seconds that a dump of them may take."""
+"""Seconds without progress until a rank looks up its pending collective; seconds that a dump of collectives takes at
+most."""
 _MIN_BARRIER_S = 5.0
-"""Timeout at least for ranks that reach the same barrier together."""
+"""Shortest timeout, in seconds, for ranks that reach a barrier together."""
 
 
 class Watchdog:
-    """Interface of the main thread to the watchdog. As a context manager it reports errors that leave the block."""
+    """The main thread's interface to the watchdog. As a context manager it reports errors that leave the block."""
 
     def __init__(self) -> None:
         self._position, self._ticks = RankPosition(), 0
@@ -57,14 +58,14 @@ class Watchdog:
 
     @property
     def position(self) -> RankPosition:
-        """Step and phase of the main thread, with all progress reports counted."""
+        """Step and phase of the main thread, including the number of progress reports."""
         return replace(self._position, ticks=self._position.ticks + self._ticks)
 
     def enter_phase(self, phase: str, step: int | None = None) -> None:
-        """Reports step and phase of the main thread. Takes about a microsecond; the same ones again report progress.
+        """Reports step and phase of the main thread. Takes about a microsecond; a repeated call reports progress.
 
         Args:
-            phase: a few words that complete "in ...", the same on all ranks and in the same order.
+            phase: a few words that complete "in ..."; all ranks enter the same phases in the same order.
             step: the current step; unchanged when None.
         """
         self._position = self._position.moved_to(phase, step)
@@ -79,12 +80,12 @@ class Watchdog:
         monitor.start()
 
     def wait_until_registered(self, seconds: float) -> None:
-        """Waits until the server knows this rank, or is known not to be reachable."""
+        """Waits until the server knows this rank, or is known to be unreachable."""
         if self._monitor is not None:
             self._monitor.connected.wait(seconds)
 
     def close(self) -> None:
-        """Signs off; to be called before a process exits by `os._exit`, or it would count as dead."""
+        """Signs off; call it before `os._exit`, or this rank counts as dead."""
         if self._monitor is not None:
             self._monitor.close()
 
@@ -99,7 +100,7 @@ class Watchdog:
             self.report_error(error)
 
     def report_error(self, error: BaseException) -> None:
-        """Reports an error to the other ranks, once. If it is secondary, the diagnosis ends this process instead."""
+        """Reports an error to the other ranks, once. After a secondary error the diagnosis ends the process."""
         if self._monitor is None or self._error_reported:
             return
         self._error_reported = True
@@ -134,7 +135,7 @@ def run_watchdog(
 
 
 def _wait_for_all_ranks(watchdog: Watchdog, rendezvous: Rendezvous) -> None:
-    """Waits until every rank is registered, or cannot be: the server would miss one that stops before that."""
+    """Waits until every rank is registered or cannot be: the server would not notice an earlier end of a rank."""
     start = time.monotonic()
     watchdog.wait_until_registered(rendezvous.timeout_s)
     remaining_s = rendezvous.timeout_s - (time.monotonic() - start)
@@ -186,14 +187,14 @@ def _start(
 
 
 def _store_responds(rendezvous: Rendezvous) -> bool:
-    """Whether the store responds, which lives in rank 0 or in torchrun, which monitors rank 0 itself."""
+    """Tells whether the store responds; it lives in rank 0, or in torchrun, which monitors rank 0 itself."""
     return store_call(lambda: rendezvous.store.check(["watchdog"]), default=False)
 
 
 def _report_rank_zero_lost(
     rendezvous: Rendezvous, position: RankPosition, silence_s: float, *, run_dir: Path, token: str, master: str
 ) -> None:
-    """Reports that rank 0's host is lost, and the server with it: the first rank to record the fault prints it.
+    """Reports that rank 0's host and the server are lost; only the first rank that records the fault prints it.
 
     No rank prints it where agents have ended rank 0 because another host does not answer them.
     """

@@ -1,1 +1,1 @@
-"""Goodput of runs: where the wall clock of a run's directory went, and what is to be expected under failures."""
+"""Goodput of runs: how the wall-clock time of a run's directory was spent, and the goodput expected under failures."""

@@ -1,10 +1,11 @@
 """Goodput: accounts for the wall clock of a run's directory, over all its attempts.
 
-    goodput = seconds of the steps that the final history has, less what they waited for / seconds since the first start
+    goodput = (seconds of the steps in the final history - seconds of their waits) / seconds since the first start
 
-"Goodput" is meant as in Google's ML Productivity Goodput (2024), over the run's own hardware; ByteRobust
-(arXiv:2509.16293) calls the same quotient ETTR, the effective training time ratio. The categories are disjoint, and
-their sum is the wall clock: what is not measured is in `other`. Where each is read: docs/how-to/goodput.md.
+"Goodput" has the meaning of Google's ML Productivity Goodput (2024), for the run's own hardware; ByteRobust
+(arXiv:2509.16293) calls this quotient ETTR, the effective training time ratio. The categories are disjoint, and their
+sum is the wall clock: `other` has all time that is not measured. docs/how-to/goodput.md lists the source of each
+category.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pipeline.runtime.metrics.time_sums import TimeSums
 from pipeline.runtime.metrics.times import seconds_of
 
 STOPPED = frozenset({0, EXIT_REQUEUE, EXIT_INTERRUPTED})
-"""Exit codes of attempts that end at the end of a step, which is saved."""
+"""Exit codes of attempts that end after a finished and saved step."""
 _HANGS = frozenset({"silent", "stuck"})
-"""Faults before which nothing was computed: until they are found, the run is down."""
+"""Faults before which nothing was computed: until such a fault is found, the run counts as down."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,19 @@ class TimeSpent:
     """Seconds of a run, or of one of its attempts, by category.
 
     Attributes:
-        productive: steps that the final history has, without the categories listed below.
-        lost: steps that were trained and thrown away (after the checkpoint of a restart, or undone by a rollback), and
-            the step that an attempt did not finish.
-        startup: time from the start of a process to its first step (imports, connecting, loading), compiling, and from
-            the last step before a rollback to the first one after it.
-        down: time from the submission to the first start, and between the end of an attempt, or its last sign of life,
-            and the next start (detection, queue, launch); a hang until the watchdog ends it.
-        data_wait: rank 0 waiting for its batch, over the steps of the final history.
-        checkpoint: training waiting for checkpoints.
+        productive: steps of the final history, without the time in the categories below.
+        lost: steps that were trained and discarded (later than the checkpoint of a restart, or undone by a rollback),
+            and the step that an attempt did not finish.
+        startup: time from the start of a process to its first step (imports, connecting, loading), compiling, and the
+            time from the last step before a rollback to the first step after it.
+        down: time from the submission to the first start; from the end (or last record) of an attempt to the next
+            start (detection, queue, launch); and a hang until the watchdog ends it.
+        data_wait: rank 0's wait for its batch, over the steps of the final history.
+        checkpoint: waits of training for checkpoints.
         evaluation: held-out evaluations and tasks.
-        stragglers: ranks waiting for slower ones, over the steps of the final history; estimated by straggler reports.
+        stragglers: waits for slower ranks, over the steps of the final history; estimated from straggler reports.
         exchange: exchanges between islands.
-        other: all else: the step under way, profiles, reports, the end of an attempt.
+        other: all other time: the step under way, profiles, reports, the end of an attempt.
     """
 
     productive: float = 0.0
@@ -71,7 +72,7 @@ class TimeSpent:
         return self.productive / self.wall if self.wall > 0 else 0.0
 
     def __add__(self, other: TimeSpent) -> TimeSpent:
-        """Sum of two accounts, category by category."""
+        """Adds two accounts, category by category."""
         return TimeSpent(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
@@ -81,8 +82,8 @@ class AttemptTime:
 
     Attributes:
         number: number of the attempt, from 1.
-        begin: the end of the attempt before, or the begin of the run; seconds since the epoch.
-        end: end of the attempt or its last sign of life, or now while it trains; seconds since the epoch.
+        begin: end of the previous attempt, or beginning of the run, in seconds since the epoch.
+        end: end of the attempt, its last record if it was killed, or now while it trains, in seconds since the epoch.
         spent: seconds by category, whose sum is the time from `begin` to `end`.
     """
 
@@ -94,10 +95,10 @@ class AttemptTime:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Time of a run by purpose.
+    """Time of a run by category.
 
     Attributes:
-        attempts: times of the attempts, oldest first; each begins where the one before has ended.
+        attempts: times of the attempts, oldest first; each begins at the end of the previous one.
     """
 
     attempts: tuple[AttemptTime, ...]
@@ -109,7 +110,7 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """Seconds from the run's submission, or where that is not recorded its first start, to its end or now."""
+        """Seconds from the run's submission (its first start if not recorded) to its end or now."""
         return self.attempts[-1].end - self.attempts[0].begin
 
     @property
@@ -118,12 +119,12 @@ class Goodput:
         return self.spent.goodput
 
     def row(self) -> JournalRow:
-        """Fields of an event `goodput`, and of `headrace status --json`: seconds but for `share` and `attempts`."""
+        """Returns the fields of a `goodput` event and of `status --json`: seconds, except `share` and `attempts`."""
         return {"share": self.share, "wall": self.wall, **asdict(self.spent), "attempts": len(self.attempts)}
 
 
 def read_goodput(run_dir: Path, *, training: bool | None) -> Goodput | None:
-    """The goodput of a run until now; None before its first step.
+    """Reads the goodput of a run until now; None before its first step.
 
     Args:
         run_dir: the run's directory.
@@ -136,7 +137,7 @@ def read_goodput(run_dir: Path, *, training: bool | None) -> Goodput | None:
 
 
 def submission_time(run_dir: Path) -> float | None:
-    """Time of the run's first `headrace submit` without jobs that the run waits for; None where there is none."""
+    """Reads when `headrace submit` first submitted the run without jobs to wait for; None if it never did."""
     times = (_submitted(path) for path in run_dir.glob("submissions/*/submission.json"))
     return min((time for time in times if time is not None), default=None)
 
@@ -151,13 +152,13 @@ def _submitted(path: Path) -> float | None:
 def goodput_of(
     metrics: Metrics, attempts: Sequence[RecordedAttempt], *, now: float, submitted: float | None = None
 ) -> Goodput | None:
-    """The goodput of a run; None before its first step.
+    """Computes the goodput of a run; None before its first step.
 
     Args:
         metrics: metrics of the run.
-        attempts: all attempts; empty for a run without their journal, whose rows are taken for one attempt.
+        attempts: all attempts; empty for a run without a journal of attempts, whose rows count as one attempt.
         now: current time, in seconds since the epoch.
-        submitted: time when its first job was submitted, in seconds since the epoch; None where that is not known.
+        submitted: time when the run's first job was submitted, in seconds since the epoch; None where unknown.
     """
     parts = [part for part in metrics.sums.parts if part.since is not None]
     if not any(part.steps for part in parts) and not any(attempt.lost for attempt in attempts):
@@ -207,7 +208,7 @@ def _spent(attempt: RecordedAttempt, parts: Sequence[TimeSums], *, begin: float,
 
 
 def _of_steps(parts: Sequence[TimeSums]) -> TimeSpent:
-    """Time spent by the rows of the final history."""
+    """Sums the time by category over the rows of the final history."""
     found = TimeSpent()
     for part in parts:
         waited = part.data_wait_s + part.compile_s + part.straggler_s
@@ -224,7 +225,7 @@ def _of_steps(parts: Sequence[TimeSums]) -> TimeSpent:
 
 
 def _unfinished(attempt: RecordedAttempt, parts: Sequence[TimeSums], end: float) -> float:
-    """Seconds from an attempt's last row to its end, lost unless it ended between two steps."""
+    """Returns the seconds from an attempt's last row to its end: lost time, unless it ended between two steps."""
     if attempt.ended is None or attempt.code in STOPPED:
         return 0.0
     rows = [part.until for part in parts if part.until is not None] + [each.until for each in attempt.lost]
@@ -232,7 +233,7 @@ def _unfinished(attempt: RecordedAttempt, parts: Sequence[TimeSums], end: float)
 
 
 def _complete(known: TimeSpent, wall: float) -> TimeSpent:
-    """Adds `other`, so that the sum is the wall clock. Differences between clocks come off the largest categories."""
+    """Adds `other` to reach the wall clock; an excess from clock differences comes off the largest categories."""
     rest = wall - known.wall
     if rest >= 0:
         return known + TimeSpent(other=rest)

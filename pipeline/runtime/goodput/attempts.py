@@ -31,9 +31,9 @@ class LostSteps:
         since, until: times of the first and the last row that was removed, since the epoch.
         steps: number of steps.
         seconds: seconds of the steps, from report to report, compilations included.
-        compile_s: seconds of compilations among them.
+        compile_s: seconds of compilations within these steps.
         evaluation_s: seconds of evaluations among the removed rows.
-        checkpoint_s: seconds in which training waited for checkpoints, by the removed rows.
+        checkpoint_s: seconds in which training waited for checkpoints, from the removed rows.
         exchange_s: seconds of exchanges between islands among the removed rows.
     """
 
@@ -47,16 +47,16 @@ class LostSteps:
     exchange_s: float = 0.0
 
     def of(self, group: Sequence[Mapping[str, Any]], until: float | None) -> bool:
-        """Whether the attempt with these events trained the steps; the next attempt, if any, began at `until`."""
+        """Tells whether the attempt with these events trained the steps; the next attempt, if any, began at `until`."""
         begun = seconds_of(group[0]["time"]) or 0.0
         return begun <= self.since and (until is None or self.since < until)
 
 
 def lost_steps(events: Iterable[Mapping[str, Any]]) -> list[LostSteps]:
-    """All lost steps of a run, oldest first; damaged events are left out.
+    """Reads all lost steps of a run, oldest first; skips damaged events.
 
-    A start that is killed after it has recorded what it is about to remove leaves it to the next one, which records the
-    same rows again: the newest of the events whose rows overlap in time counts.
+    A start may be killed after it has recorded the rows that it is about to remove. The next start then records the
+    same rows again: among events whose rows overlap in time, the newest counts.
     """
     found: list[LostSteps] = []
     for event in events:
@@ -85,23 +85,23 @@ class RecordedAttempt:
 
     Attributes:
         number: number of the attempt, from 1.
-        launched: time when its process began, as far as that is recorded; else `started`.
+        launched: time when its process began, if that is recorded; else `started`.
         started: time when the run's directory was locked.
-        trained: time when its first step began; None where it did not get there.
+        trained: time when its first step began; None where it began none.
         step: step after which it began to train.
         reached: the last step in its rows of metrics; None where it is not known yet.
-        ended: time of its end, or of its last sign of life; None while it runs.
+        ended: time of its end or, if it was killed, of its last record; None while it runs.
         code: its exit code; None for one that was killed.
         fault: kind of fault that the watchdog found: "died", "stuck", ...; empty where it found none.
         reason: why it ended; empty while it runs.
         world_size: number of ranks.
         nodes: host -> ranks.
         job: number of its Slurm job.
-        requeue: number of times that Slurm had restarted that job by then.
-        read: bytes of the checkpoint that it has read at its start, by source (`pipeline.run.attempts`).
-        loading_s: seconds in which it loaded the checkpoint.
-        reloading_s: seconds from the last step before a rollback to the first one after it.
-        lost: its steps that a resume or a rollback has removed.
+        requeue: number of times that Slurm had restarted the job before this attempt.
+        read: bytes of the checkpoint that it read at its start, by source (`pipeline.run.attempts`).
+        loading_s: seconds of loading the checkpoint.
+        reloading_s: seconds from the last step before a rollback to the first step after it.
+        lost: steps of this attempt that a resume or a rollback has removed.
     """
 
     number: int
@@ -127,7 +127,7 @@ class RecordedAttempt:
 def read_attempts(
     run_dir: Path, *, training: bool | None, last_step: int, last_time: float | None
 ) -> tuple[list[RecordedAttempt], int]:
-    """The attempts of a run, oldest first, and the number of damaged lines in their journal.
+    """Reads the attempts of a run, oldest first, and the number of damaged lines in their journal.
 
     Args:
         run_dir: the run's directory.
@@ -152,7 +152,7 @@ def read_attempts(
 
 
 def fault_line(row: Mapping[str, Any]) -> str:
-    """A fault in one line: "rank 1 on n2 was killed or crashed at step 17, in training"."""
+    """Describes a fault in one line: "rank 1 on n2 was killed or crashed at step 17, in training"."""
     ranks = row.get("ranks") or [{}]
     first, kind = ranks[0], str(row.get("fault"))
     who = f"rank {first.get('rank', '?')} on {first.get('host', '?')}"
@@ -178,7 +178,7 @@ def _attempt(
     start, training, end = of["start"], of.get("training", {}), of.get("end")
     started = seconds_of(start["time"]) or 0.0
     code, reason = (end["code"], end["reason"]) if end else (None, "")
-    if faults and code in (None, EXIT_LOST, EXIT_FOLLOWED):  # the cause, not what followed of it
+    if faults and code in (None, EXIT_LOST, EXIT_FOLLOWED):  # the cause, not its consequences
         reason, code = fault_line(faults[-1]), code or EXIT_LOST
     last_sign = max(started, *(seconds_of(row.get("time")) or 0.0 for row in [last, *group, *faults]))
     ended = seconds_of(end["time"]) if end else None if runs and not faults else last_sign
@@ -207,7 +207,7 @@ def _attempt(
 
 
 def _reloading(group: Sequence[JournalRow], lost: Sequence[LostSteps]) -> float:
-    """Seconds between the last step that a rollback has removed and the next one, over all rollbacks of an attempt."""
+    """Sums an attempt's seconds from the last step before each rollback to the first step after it."""
     again = [seconds_of(row["time"]) or 0.0 for row in group if row["event"] == "training"][1:]
     before = ([each.until for each in lost if each.until <= time] for time in again)
     return sum(time - max(until) for time, until in zip(again, before, strict=True) if until)

@@ -26,7 +26,7 @@ from pipeline.runtime.metrics.times import clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command: one per field of `FailureModel`."""
+    """Declares the arguments: one per field of `FailureModel`."""
     for field in fields(FailureModel):
         kind = int if isinstance(field.default, int) else float
         option = f"--{field.name.replace('_', '-')}"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulates and prints."""
+    """Simulates runs under failures and prints their goodput."""
     if arguments.seeds < 2:
         remedy = "use 2 or more, 200 for a narrow interval"
         raise ConfigError("--seeds", arguments.seeds, why="an interval needs two runs", remedy=remedy)
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {field.name: getattr(arguments, field.name) for field in fields(FailureModel)}
     given = (inputs_of(runs) if runs else {}) | {name: value for name, value in options.items() if value is not None}
     auto = "interval_s" not in given
-    # a first interval that any save fits
+    # a first interval longer than any save
     first = {"interval_s": max(given.get("save_s", FailureModel.save_s), 1.0)} if auto else {}
     model = FailureModel(**given, **first)
     model = with_best_interval(model) if auto else model
@@ -88,7 +88,7 @@ def _lines(model: FailureModel, found: Simulated, gains: Sequence[GoodputGain], 
 
 
 def _measured_lines(runs: Sequence[MeasuredGoodput], found: Simulated) -> Iterator[str]:
-    """Yields the goodput of each run, and of all together beside the prediction for their failures and times."""
+    """Yields each run's goodput; then that of all together, beside the one predicted from their failures and times."""
     if not runs:
         return
     for run in runs:

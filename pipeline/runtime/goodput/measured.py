@@ -1,4 +1,4 @@
-"""Measurements of runs, as inputs of the simulation of failures, so that its prediction can be compared with them."""
+"""Measurements of runs, as inputs of the simulation of failures and to compare with its prediction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pipeline.runtime.metrics.journal import read_rows
 
 @dataclass(frozen=True)
 class MeasuredGoodput:
-    """A run by its journals, up to its last row, so that a running run counts up to now.
+    """Measurements of a run from its journals, up to its last row; a run in progress counts up to now.
 
     Attributes:
         path: directory of the run.
-        goodput: time of the run by what it was spent on.
+        goodput: time of the run by category.
         attempts: attempts of the run, oldest first.
         saves: seconds in which each checkpoint was saved in the background, after training had waited for it.
     """
@@ -42,7 +42,7 @@ class MeasuredGoodput:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which it may have crashed: from its first start to its end, or the last sign of life."""
+        """Seconds in which the run could crash: from its first start to its end (its last record if it was killed)."""
         return self.goodput.wall - self.goodput.attempts[0].spent.down
 
     @property
@@ -52,7 +52,7 @@ class MeasuredGoodput:
 
     @property
     def after_the_start(self) -> TimeSpent:
-        """Time without submission and first start, evaluations and `other`, none of which the simulation has."""
+        """Time without the submission, first start, evaluations and `other`, which the simulation does not model."""
         first, *later = self.goodput.attempts
         began = TimeSpent(down=-first.spent.down, startup=-first.spent.startup)
         found = sum((each.spent for each in later), first.spent) + began
@@ -63,7 +63,7 @@ def read_measured(path: Path) -> MeasuredGoodput:
     """Reads a run's directory.
 
     Raises:
-        DataError: it has no journal of attempts, or no step.
+        DataError: the run has no journal of attempts, or no step.
     """
     metrics = MetricsReader(path).read()
     last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}
@@ -79,13 +79,13 @@ def read_measured(path: Path) -> MeasuredGoodput:
 
 
 def kept_share(runs: Sequence[MeasuredGoodput]) -> float:
-    """Share of the time `after_the_start` that went into steps that count, which the simulation predicts."""
+    """Returns the share of `after_the_start` spent on steps that count; the simulation predicts this share."""
     spent = sum((run.after_the_start for run in runs), TimeSpent())
     return _kept(spent) / spent.wall if spent.wall > 0 else 0.0
 
 
 def inputs_of(runs: Sequence[MeasuredGoodput]) -> dict[str, Any]:
-    """Fields of `FailureModel` measured by runs of one setup, without unmeasured ones."""
+    """Returns the fields of `FailureModel` that runs of one setup have measured."""
     spent = sum((run.after_the_start for run in runs), TimeSpent())
     wall, nodes = sum(run.seconds for run in runs), max(run.nodes for run in runs)
     crashes, saves = sum(run.crashes for run in runs), [save for run in runs for save in run.saves]

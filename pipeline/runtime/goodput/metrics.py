@@ -1,4 +1,4 @@
-"""Reads a run's `metrics.jsonl` for its status and goodput: only what was appended since the last look."""
+"""Reads a run's `metrics.jsonl` for its status and goodput: only rows appended since the last read."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pipeline.runtime.metrics.time_sums import SumsByAttempt
 from pipeline.runtime.metrics.times import seconds_of
 
 _NOTABLE = frozenset({"rollback", "fault", "checkpoint_failed", "replicas", "non_finite", "spike", "exchange_failed"})
-"""Events that somebody should look at."""
+"""Events that a person should look at."""
 _RECENT = 200
-"""Number of steps that the speed of a run is measured over."""
+"""Number of steps over which the speed of a run is measured."""
 
 
 @dataclass
 class Metrics:
-    """Sums over the rows of a run. Rows of steps that a resume repeats have been truncated: each counts once.
+    """Sums over the rows of a run. A resume has removed the rows of the steps that it repeats: each step counts once.
 
     Attributes:
         step: the newest row of a step; {"step": 0} before the first.
         evaluation: the newest row of an evaluation; empty before the first.
         tasks: task -> its newest figures.
         recent: (step, time) of the newest steps, seconds since the epoch.
-        sums: seconds by what they were spent on, one sum for each attempt that has rows.
+        sums: seconds by category, one sum for each attempt that has rows.
         checkpoints: step of a checkpoint -> time when it was written, in seconds since the epoch.
-        shares: the newest event of measured shares; empty where they are fixed.
-        events: notable ones, oldest first.
+        shares: the newest event of balanced shares; empty where shares are fixed.
+        events: notable events, oldest first.
         exchange: the newest exchange with other islands; None in an ordinary run.
         first_time, last_time: times of the first and the last row, in seconds since the epoch; None without rows.
         damaged: number of damaged lines, which were skipped.
@@ -63,7 +63,7 @@ class MetricsReader:
         self._path, self._offset, self._inode, self.metrics = run_dir / NAME, 0, -1, Metrics()
 
     def read(self) -> Metrics:
-        """The sums over all rows so far; a partial last line is left for the next look."""
+        """Reads the sums over all rows so far; leaves a partial last line for the next read."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -118,9 +118,9 @@ def _add_event(metrics: Metrics, row: JournalRow, step: int, time: float | None)
 
 
 def seconds_left(metrics: Metrics, *, steps: int | None) -> float | None:
-    """The estimated rest of a run, evaluations and checkpoints included; None where it is not known yet.
+    """Estimates a run's remaining seconds, evaluations and checkpoints included; None where unknown so far.
 
-    Measured in wall-clock time over the last steps, without breaks of more than ten times the median: restarts.
+    It uses the wall-clock time of the last steps, without breaks (restarts) of more than ten times the median.
     """
     recent = list(metrics.recent)
     laps = [later[1] - earlier[1] for earlier, later in pairwise(recent) if later[0] > earlier[0]]

@@ -25,12 +25,12 @@ _SHOWN = 0.0005
 
 
 def goodput_line(goodput: Goodput) -> str:
-    """One line: "goodput 93.1 % of 1:02:03 in 2 attempts: start-up 3.0 %, ..."."""
+    """Formats the goodput in one line: "goodput 93.1 % of 1:02:03 in 2 attempts: start-up 3.0 %, ..."."""
     return f"goodput {goodput_text(goodput)}"
 
 
 def goodput_text(goodput: Goodput) -> str:
-    """The line without the word "goodput"; the largest loss comes first."""
+    """Formats the line without the word "goodput"; the largest loss comes first."""
     spent = asdict(goodput.spent)
     productive, wall = spent.pop("productive"), goodput.spent.wall
     ordered = sorted(spent.items(), key=lambda each: -each[1])
@@ -41,5 +41,5 @@ def goodput_text(goodput: Goodput) -> str:
 
 
 def percent(share: float) -> str:
-    """A fraction as "93.1 %"."""
+    """Formats a fraction as "93.1 %"."""
     return f"{100 * share:.1f} %"

@@ -1,4 +1,4 @@
-"""The command line of the entry points that a launcher may start. No torch: a refusal comes at once."""
+"""The command line of the entry points that a launcher may start. No torch: errors come at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     text = "start N processes on this machine, one per GPU (as torchrun --standalone --nproc-per-node N does)"
     parser.add_argument("--nproc", type=int, metavar="N", help=text)
-    # the deepspeed launcher appends it; the place of a process is read from the environment instead
+    # the deepspeed launcher appends it; the rank is read from the environment instead
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
@@ -41,17 +41,17 @@ def resolve_run(
 ) -> ResolvedRun:
     """Resolves the config for the number of processes that were started.
 
-    With `--nproc N`, and in a pod of Kubeflow's Trainer, this process only starts those that train, and exits with
-    their exit code.
+    With `--nproc N`, and in a pod of Kubeflow's Trainer, this process only starts the processes that train, and exits
+    with their exit code.
 
     Args:
         arguments: parsed arguments that `add_arguments` declares.
-        change: makes the config of the run from that of the command line.
+        change: makes the run's config from the command line's config.
 
     Raises:
         ConfigError: the config cannot run.
     """
-    # torch's C++ warnings print a page of stack for what is told in a sentence here; to be set before it is imported
+    # torch's C++ warnings print a page of stack where we print a sentence; set this before torch is imported
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
     config = change(loaded.config)
@@ -94,7 +94,7 @@ def _check_no_spare(topology: Topology, processes: int) -> None:
 
 
 def _start_pod(check: Callable[[int], object]) -> None:
-    """In a pod of Kubeflow's Trainer: checks the config for the ranks of all pods, starts this one's, and exits."""
+    """In a pod of Kubeflow's Trainer, checks the config for all pods' ranks, starts this pod's ranks, and exits."""
     place = place_of_pod()
     if place is not None:
         check(place.world_size)
@@ -112,15 +112,15 @@ def _print_notes(loaded: LoadedConfig) -> None:
 
 
 def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:
-    """Whether the run has trained in its directory before: it goes on with the processes there are now.
+    """Tells whether the run has trained in its directory before: if so, it goes on with the present processes.
 
-    With another batch it would be another run, and its numbers have to divide as those of any run that is begun.
+    Another batch size makes it another run, whose sizes have to divide as in any new run.
     """
     if not (run_dir / JOURNAL).exists() and not (run_dir / "checkpoints").is_dir():
         return False
     try:
         before = read_manifest(run_dir, kind="run").config
-    except DataError:  # it was killed before its first checkpoint; what else may be wrong is told where it is opened
+    except DataError:  # killed before its first checkpoint; any other problem is reported where the directory is opened
         return True
     return before.get("train_batch_size") == train_batch_size
 

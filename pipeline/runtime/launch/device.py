@@ -1,4 +1,4 @@
-"""Prepares a process for its GPU: looks whether there is one, sets the allocator, binds to the cores beside it."""
+"""Prepares a process for its GPU: detects it, sets the allocator, binds the process to the cores beside the GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSFS = Path("/sys")
 
 
 def has_gpu(config: LaunchSection | None) -> bool:
-    """Whether this process computes on a GPU; refuses a GPU that does not work, which is not the same as none.
+    """Tells whether this process computes on a GPU; a broken GPU is an error and does not count as none.
 
     Args:
         config: the section `launch`; None for commands that have none.
@@ -28,7 +28,7 @@ def has_gpu(config: LaunchSection | None) -> bool:
     import torch  # noqa: PLC0415  so that `detect` needs no torch
 
     if config is not None and config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # libraries look for GPUs by themselves
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # libraries look for GPUs on their own
         if torch.cuda.is_available():
             why = "this process has found its GPUs already"
             raise ConfigError("launch.device", "cpu", why=why, remedy="set CUDA_VISIBLE_DEVICES= in the environment")
@@ -47,7 +47,7 @@ def set_up_allocator(*, gpu: bool) -> list[str]:
 
 
 def bind_to_gpu(index: int | None, config: LaunchSection) -> list[str]:
-    """Binds this process to the cores beside its GPU, unless `launch.numa_bind` is false; a line for people if it did.
+    """Binds this process to the cores beside its GPU, unless `launch.numa_bind` is false; returns a line if it did.
 
     Args:
         index: index of the GPU among those this process sees; None on the CPU.
@@ -64,12 +64,12 @@ def bind_to_gpu(index: int | None, config: LaunchSection) -> list[str]:
 
 
 def pci_address(*, domain: int, bus: int, device: int) -> str:
-    """The address of a device as sysfs has it, e.g. 0000:dc:00.0."""
+    """Formats a device's address as in sysfs, e.g. 0000:dc:00.0."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def cores_beside(address: str, *, sysfs: Path = SYSFS) -> tuple[int, frozenset[int]] | None:
-    """The NUMA node of a PCI device, and its cores; None where the system does not tell, as in many containers.
+    """Reads a PCI device's NUMA node and its cores; None where the system does not tell, as in many containers.
 
     Args:
         address: from `pci_address`.
@@ -77,7 +77,7 @@ def cores_beside(address: str, *, sysfs: Path = SYSFS) -> tuple[int, frozenset[i
     """
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
-        if node < 0:  # the firmware names none
+        if node < 0:  # the firmware names no node
             return None
         return node, frozenset(_numbers((sysfs / f"devices/system/node/node{node}/cpulist").read_text()))
     except (OSError, ValueError):
@@ -99,11 +99,11 @@ def bind_beside(
         address: from `pci_address`.
         sysfs: root of sysfs.
         allowed: returns the cores this process may run on.
-        bind: binds it to cores; all of its threads when None.
+        bind: binds the process to cores; None binds all of its threads.
 
     Returns:
-        The binding in words; None where nothing was bound: the node is not known, the launcher has bound this process
-        to cores of another node, or all cores it has are of this node already.
+        The binding in words. None where nothing was bound: the NUMA node is unknown, the launcher has bound this
+        process to another node's cores, or all its cores are on this node already.
     """
     found = cores_beside(address, sysfs=sysfs)
     if found is None:
@@ -119,12 +119,12 @@ def bind_beside(
 def _bind_threads(cores: frozenset[int]) -> None:
     """Binds all existing threads; later threads inherit the binding."""
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             os.sched_setaffinity(int(thread.name), cores)
 
 
 def _numbers(text: str) -> Iterable[int]:
-    """Numbers of a list such as "0-3,8,10-11"."""
+    """Parses the numbers of a list such as "0-3,8,10-11"."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -25,10 +25,10 @@ from zlib import crc32
 from foundation.errors import ConfigError
 
 AGENT_STARTS = "HEADRACE_AGENT_STARTS"
-"""Variable by which an agent tells its ranks that it has started them, and for which time."""
+"""Variable by which an agent tells its ranks that it has started them, and how many starts there were."""
 
 RANK_STARTED = "HEADRACE_RANK_STARTED"
-"""Variable by which a process that has waited to become a rank knows when it became one, in seconds since the epoch."""
+"""Variable with the time when a warm process became a rank, in seconds since the epoch."""
 
 POD = "HEADRACE_POD"
 """Variable by which the first process of a pod tells its ranks that it has started them."""
@@ -44,7 +44,7 @@ class Launch:
         world_size: number of processes.
         local_rank: rank among the processes of this host.
         master: address:port of rank 0; port 0 for a single process, which may use any.
-        variables: the environment variables that it was read from.
+        variables: the environment variables from which the launch was read.
     """
 
     launcher: str
@@ -68,8 +68,8 @@ class _Launcher:
 
     Attributes:
         name: name in messages.
-        marker: the variable the launcher is detected by.
-        rank, world_size, local_rank: variables with these numbers.
+        marker: variable by which the launcher is detected.
+        rank, world_size, local_rank: variables with the rank, world size and local rank.
         local_world_size: variable with the number of processes on this host, where the launcher sets one.
         job_id: variable whose value is the same on all ranks of a job, and differs between jobs.
         export: how to export a variable to the processes on other hosts with this launcher.
@@ -153,7 +153,7 @@ def detect(environ: Mapping[str, str] = os.environ, *, parent: int | None = None
 def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     if not all(name in environ for name in (launcher.marker, launcher.rank, launcher.world_size)):
         return False
-    # the batch script of a job has most of srun's variables too, but is one process
+    # a job's batch script has most of srun's variables, too, but is a single process
     return launcher is not _SRUN or environ[launcher.world_size] != "1"
 
 
@@ -177,9 +177,9 @@ def _master(launcher: _Launcher, environ: Mapping[str, str], world_size: int, pa
 
 
 def _port(launcher: _Launcher, environ: Mapping[str, str], parent: int) -> int:
-    """A port that all ranks of a job on one host derive without communication, and that another job rarely uses.
+    """Derives a port without communication: the same for all ranks of a job on one host, rarely another job's.
 
-    Below 32768, where the ephemeral ports of Linux begin.
+    The port is below 32768, where the ephemeral ports of Linux begin.
     """
     job = environ.get(launcher.job_id, "") if launcher.job_id else ""
     return 10000 + crc32((job or str(parent)).encode()) % 20000

@@ -1,6 +1,6 @@
-"""Errors of one rank that every rank raises, by collectives, so that none waits for one that has failed.
+"""Raises one rank's error on every rank, by collectives: no rank waits for a failed one.
 
-For work of seconds; `wait_for_rank_zero` outlasts the timeout of a collective.
+This is for work of seconds; `wait_for_rank_zero` is for work longer than the timeout of a collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def on_rank_zero(action: Callable[[], T], *, group: dist.ProcessGroup | None = N
 
     Args:
         action: function to run on rank 0.
-        group: all ranks, for a thread beside the one that uses the default process group.
+        group: a group of all ranks, for use in a thread other than the default process group's.
     """
     outcome: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""The current name, and older ones that torch still reads."""
+"""Names of the allocator's variable: the current one, and older ones that torch still reads."""
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 _RECORDED = "2000"
-"""Number of newest collectives that each rank keeps: some megabytes, and less than a microsecond for each."""
+"""Number of newest collectives that each rank keeps: some megabytes in all, under a microsecond per collective."""
 
 
 def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for expandable segments, which fragment memory less; empty where the user chose.
+    """Returns variables for expandable segments, which fragment memory less; empty if the user has set one.
 
-    To be set before the first allocation on the GPU.
+    Set them before the first allocation on the GPU.
     """
     if any(name in environ for name in _ALLOCATOR):
         return {}
@@ -23,18 +23,18 @@ def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def host_group_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which gloo beside NCCL connects two ranks when they first send; empty where the user chose.
+    """Returns variables that let gloo beside NCCL connect ranks lazily, at first send; empty if the user has set one.
 
-    Only small tensors on the host are exchanged then, and a connection of each rank with every other takes some
-    minutes and as many open files as there are ranks (24 ranks: 28 files and 0.4 s each, 5 and 0.03 s without).
+    Gloo then exchanges only small host tensors. Connecting every rank with every other may take minutes, and as many
+    open files as there are ranks (24 ranks: 28 files and 0.4 s each; 5 files and 0.03 s when lazy).
     """
     return {} if _GLOO_LAZY in environ else {_GLOO_LAZY: "1"}
 
 
 def flight_recorder_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of torch.distributed's flight recorder, dumped also by NCCL's own timeout; empty where the user chose.
+    """Returns variables of torch.distributed's flight recorder, with a dump at NCCL's own timeout; empty if user-set.
 
-    To be set before the process group is made.
+    Set them before the process group is made.
     """
     size = {} if any(name in environ for name in _RECORDER) else {_RECORDER[0]: _RECORDED}
     dump = {} if "TORCH_NCCL_DUMP_ON_TIMEOUT" in environ else {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -40,14 +40,14 @@ def process_group(
     Without closing it, a gloo process aborted at exit in 55 of 80 runs.
 
     Args:
-        launch: from `detect`.
+        launch: launch of this process, from `detect`.
         gpu: index of this process's GPU among those it sees; None on the CPU.
         timeout_s: timeout of collectives.
-        config: the backend, and how long ranks wait for each other here.
+        config: section `launch`: the backend, and how long ranks wait for each other.
 
     Raises:
         ConfigError: the backend is not available, or the port is taken.
-        LostError: a rank did not join, or does not answer; names it.
+        LostError: a rank did not join or does not answer; the error names it.
         TrainingError: all ranks have joined the rendezvous, but they do not reach each other.
     """
     import torch.distributed as dist  # noqa: PLC0415  so that `detect` needs no torch
@@ -65,7 +65,7 @@ def process_group(
     except UnreachableError:
         raise
     except BaseException:
-        if gpu is None:  # nccl would wait for collectives of ranks that have not failed yet
+        if gpu is None:  # nccl would wait for the pending collectives of other ranks
             _close()
         raise
     else:
@@ -78,8 +78,8 @@ def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore, *, gpu: i
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    # with its device NCCL connects here, under this deadline, and all later groups are split from this one, without
-    # a rendezvous of their own. A single process has nobody to connect to
+    # with a device, NCCL connects here, under this deadline, and later groups are split from this one without their own
+    # rendezvous. A single process needs no connection
     eager = "nccl" in backend and rendezvous.world_size > 1
     device = torch.device("cuda", gpu) if eager and gpu is not None else None
     timeout, start = timedelta(seconds=rendezvous.timeout_s), time.monotonic()
@@ -96,7 +96,7 @@ def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore, *, gpu: i
             return
         except (RuntimeError, ValueError) as error:
             if time.monotonic() - start > 0.9 * rendezvous.timeout_s:
-                raise  # a timeout; otherwise it is this rank's own error
+                raise  # a timeout; any other error is this rank's own
             reason = str(error).splitlines()[0]
         raise TrainingError(
             f"rank {rendezvous.rank} on {socket.gethostname()} could not connect to the other ranks,"
@@ -107,10 +107,11 @@ def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore, *, gpu: i
 
 
 def _list_ranks() -> None:
-    """Gives the backends of the default group the list of their ranks, so that groups can be split from it.
+    """Gives the backends of the default group the list of their ranks, which splitting the group needs.
 
-    Torch 2.13 leaves it empty, and takes it for all ranks in the first group of a process alone: in the second training
-    of a process, `split` reads behind the end of the empty list and the process dies (pytorch/pytorch#192109, #192106).
+    Torch 2.13 leaves the list empty, and only in a process's first group does empty stand for all ranks. In the second
+    training of a process, `split` reads beyond the end of the empty list and the process dies (pytorch/pytorch#192109,
+    #192106).
     """
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -130,11 +131,11 @@ def _close() -> None:
 
 
 def backend_for(name: str, *, gpu: int | None, launcher: str) -> str:
-    """The backend string for torch.distributed.
+    """Returns the backend string for torch.distributed.
 
     Args:
-        name: auto is nccl for tensors on a GPU and gloo for those on the CPU; or gloo, nccl or mpi.
-        gpu: None on the CPU.
+        name: auto (nccl for GPU tensors and gloo for CPU tensors), gloo, nccl or mpi.
+        gpu: index of this process's GPU; None on the CPU.
         launcher: name of this process's launcher.
 
     Raises:
@@ -161,7 +162,7 @@ def backend_for(name: str, *, gpu: int | None, launcher: str) -> str:
 
 
 def _torchrun_variables(launch: Launch, gpu: int | None) -> dict[str, str]:
-    """The variables that torch.distributed and DeepSpeed read, for any launcher.
+    """Returns the variables that torch.distributed and DeepSpeed read, for any launcher.
 
     DeepSpeed takes LOCAL_RANK for the index of the GPU, which is wrong where each task sees only its own GPU. Under
     Open MPI it asserts that mpirun's own variable is the same.
@@ -180,7 +181,7 @@ def _torchrun_variables(launch: Launch, gpu: int | None) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of this host on which no process listens."""
+    """Finds a port of this host on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Small numbers between host and device, neither of which waits for the other until the numbers are asked for."""
+"""Copies a few numbers between host and device; neither waits for the other until the numbers are read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:
-    """A host tensor (numbers: fp64 [n]) on a device, through page-locked memory where that is a GPU."""
+    """Copies a host tensor (or numbers, as fp64 [n]) to a device; to a GPU through page-locked memory."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
-    if not len(host):  # nothing to copy, which would be a copy nevertheless
+    if not len(host):  # empty: avoids a needless copy
         return torch.empty(0, dtype=host.dtype, device=device)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -20,7 +20,7 @@ class HostCopy:
     """A copy of a small tensor in page-locked memory, made in the order of the device's stream.
 
     Args:
-        values: any shape, on any device; on a CPU they are there at once.
+        values: tensor of any shape, on any device; CPU values are available at once.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -32,7 +32,7 @@ class HostCopy:
             self._copied.record()
 
     def read(self) -> list[float]:
-        """The values; waits for the device if they are not there yet."""
+        """Returns the values; waits for the device if necessary."""
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()

@@ -1,4 +1,4 @@
-"""Whether the kernel's out-of-memory killer was at work on this host."""
+"""Detects kills by the kernel's out-of-memory killer on this host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST_MEMORY = (
 
 
 def out_of_memory_kills() -> int:
-    """Number of processes that it has killed since this host was started, in all cgroups; 0 where that is unknown."""
+    """Counts the processes that it has killed since boot, in all cgroups; 0 where unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

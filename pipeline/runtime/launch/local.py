@@ -1,12 +1,12 @@
 """Local launcher, `--nproc N`, and in a pod of Kubeflow's Trainer: starts and supervises ranks on this machine.
 
-torchrun does this too, and may be used instead. Torch's `SubprocessContext` underneath it lets the others live for up
-to 30 s after a failure, prints the errors of all ranks interleaved or none, and leaves orphans when it is killed
-itself; and it needs torch in this process, which here waits in 20 MB.
+torchrun does this too, and may be used instead. But torch's `SubprocessContext`, on which it is built, lets the other
+ranks live for up to 30 s after a failure, prints the errors of all ranks interleaved or none, and leaves orphans when
+it is killed. It also needs torch in this process, which takes only 20 MB here.
 
-Rank 0 writes to the terminal. The output of the others is kept in files, and so are the errors of all ranks
-(`foundation.cli.guarded`): when one fails, the others often fail after it, and only the first error is the cause.
-When one is lost, the watchdog's report is in one of those files too (`pipeline/runtime/faults`).
+Rank 0 writes to the terminal. The output of the other ranks is kept in files, and so are the errors of all ranks
+(`foundation.cli.guarded`): when one fails, the others often fail after it, and only the first error is the cause. When
+a rank is lost, the watchdog's report is in one of these files, too (`pipeline/runtime/faults`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ OWN_ERROR_S = 60.0
 _SETTLE_S = 1.0
 """Seconds after the first failure in which other failures are collected, to tell the cause from its consequences."""
 _GRACE_S = 5.0
-"""Seconds beyond `OWN_ERROR_S` in which such a rank closes what it has open."""
+"""Seconds beyond `OWN_ERROR_S` for a rank with its own error to clean up."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def supervise_pod(command: Sequence[str], place: PodPlace) -> int:
-    """Supervises the ranks of one of several hosts (`supervise`); the other hosts' ranks are not known here."""
+    """Supervises the ranks of one of several hosts (`supervise`), without knowledge of the other hosts' ranks."""
     return _run(command, place, {POD: "1"})
 
 
@@ -53,8 +53,8 @@ def supervise(command: Sequence[str], *, processes: int) -> int:
         processes: number of ranks.
 
     Returns:
-        0, or the exit code of the rank that failed first; 128 + n when it was ended by signal n; `EXIT_LOST` when the
-        watchdog of the other ranks has reported a lost one, and `EXIT_FOLLOWED` when the failed rank does not exit.
+        0, or the exit code of the rank that failed first; 128 + n if signal n ended that rank; `EXIT_LOST` if the other
+        ranks' watchdog has reported a lost rank; `EXIT_FOLLOWED` if the failed rank does not exit.
     """
     with _reserved_port() as port:
         return _run(command, PodPlace(0, processes, processes, "127.0.0.1", port), {"HEADRACE_NPROC": str(processes)})
@@ -81,7 +81,7 @@ def _run(command: Sequence[str], place: PodPlace, marker: dict[str, str]) -> int
         if not own:
             return _report_no_cause(ranks, place)
         terminate(ranks, signal.SIGTERM)
-        # ranks that only lost their link to it exit with `EXIT_LOST`
+        # ranks that only lost their link to the failed rank exit with `EXIT_LOST`
         return _report_failure(own[0], place.world_size, oom=out_of_memory_kills() > before)
 
 
@@ -107,7 +107,7 @@ def _wait(ranks: Sequence[RankProcess]) -> list[RankProcess]:
     """Waits until all exit or one fails, then `_SETTLE_S` longer. Returns the failed ranks, in order.
 
     Ranks that exit because of another rank's error (`EXIT_FOLLOWED`) exit before that rank, which may have much to
-    close; and those of a pod that were asked to stop (`EXIT_REQUEUE`) before rank 0.
+    close. A pod's ranks that were asked to stop (`EXIT_REQUEUE`) exit before rank 0.
     """
     failures: list[RankProcess] = []
     deadline = cause_deadline = float("inf")
@@ -126,7 +126,7 @@ def _any_exited_with(code: int, ranks: Sequence[RankProcess]) -> bool:
 
 
 def _wait_through_interrupt(ranks: Sequence[RankProcess]) -> list[RankProcess]:
-    """Waits as `_wait` does; forwards the first Ctrl-C, so that the run saves a checkpoint, and raises the second."""
+    """Waits like `_wait`; forwards the first Ctrl-C, at which the run saves a checkpoint, and raises the second."""
     try:
         return _wait(ranks)
     except KeyboardInterrupt:
@@ -136,7 +136,7 @@ def _wait_through_interrupt(ranks: Sequence[RankProcess]) -> list[RankProcess]:
 
 
 def _report_loss(ranks: Sequence[RankProcess], dead: Sequence[RankProcess], *, oom: bool) -> int:
-    """Prints the watchdog's report, which names the lost rank, and the signals that ended ranks: only we know those."""
+    """Prints the watchdog's report, which names the lost rank, and the signals that ended ranks, known only here."""
     ended = [f"  rank {rank.number} was ended by {_signal(rank, oom=oom)}" for rank in dead]
     terminate(ranks, signal.SIGTERM)
     reports = [rank.error.read_text().rstrip() for rank in ranks if rank.error.exists()]
@@ -170,7 +170,7 @@ def _report_failure(cause: RankProcess, processes: int, *, oom: bool) -> int:
 
 
 def _signal(rank: RankProcess, *, oom: bool) -> str:
-    """The signal that has ended a rank; SIGKILL with its cause where the kernel was short of memory meanwhile."""
+    """Names the signal that ended a rank; adds the cause of a SIGKILL if the kernel was short of memory meanwhile."""
     number = signal.Signals(-rank.process.returncode)
     return f"{number.name}: {HOST_MEMORY}" if oom and number is signal.SIGKILL else number.name
 
@@ -192,7 +192,7 @@ def _forwarding_signals(ranks: Sequence[RankProcess]) -> Iterator[None]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free port, bound so that no other process gets it; rank 0 may still listen on it: both set SO_REUSEADDR."""
+    """Binds a free port to keep it from other processes; rank 0 can still listen on it: both set SO_REUSEADDR."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

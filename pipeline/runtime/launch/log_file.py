@@ -1,4 +1,4 @@
-"""The file that a rank's output is appended to, and its rotation: a run of months must not fill a disk."""
+"""The file for a rank's output, and its rotation: a run of months must not fill a disk."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ LOG_FILE = "HEADRACE_LOG_FILE"
 """Variable that names the file to the processes whose output it is."""
 
 LIMIT = 16 << 20
-"""Bytes above which a log is rotated. It and the one before it are kept: 32 MiB a rank."""
+"""Bytes above which a log is rotated. The log and its predecessor are kept: 32 MiB a rank."""
 
 
 def log_variable(output: Path | None) -> dict[str, str]:
-    """The variable for a process that appends its output to this file; empty without a file."""
+    """Returns the variable for a process that appends its output to this file; empty without a file."""
     return {} if output is None else {LOG_FILE: str(output.absolute())}
 
 
 def rotate_log(environ: Mapping[str, str] = os.environ, *, limit: int = LIMIT) -> bool:
-    """Moves this process's log to NAME.1, replacing the old one, if it is above the limit.
+    """Moves this process's log to NAME.1, replacing the old one, if it exceeds the limit.
 
     The content is copied and the file emptied: processes that append to it (children, a launcher) go on. A line that
-    another process writes between the two, microseconds, is lost. A file that a shell or Slurm has opened is theirs.
+    another process writes in the microseconds between copy and truncation is lost. Files opened by a shell or Slurm are
+    left alone.
 
     Args:
         environ: environment variables, with `LOG_FILE` if the file is ours.

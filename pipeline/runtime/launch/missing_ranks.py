@@ -1,9 +1,9 @@
 """Barriers and deadlines of the start-up that name missing ranks; from the first step on the watchdog does this.
 
 torch's waits for a process that was stopped (SIGSTOP) never time out. So each stage has a deadline, and ranks set flags
-in the rendezvous store: joined, passed a check, given up. A rank that waits for a rank that waits for a third one is
-not at fault: at fault are the ranks that have not even given up when the others have. All ranks begin a stage together,
-so that they give up together.
+in the rendezvous store: joined, passed a check, given up. A rank may wait for a rank that itself waits for a third one.
+So only ranks that have not even given up when the others have are at fault. All ranks begin a stage together, and so
+give up together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pipeline.runtime.launch.environment import detect
 from pipeline.runtime.launch.rendezvous import Rendezvous, mark, store_call
 
 SETTLE_S = 3.0
-"""Seconds in which all ranks that give up together have set their flag."""
+"""Seconds for all ranks that give up together to set their flags."""
 _ASKED_PER_SECOND = 4096
-"""Largest number of requests a second, of all ranks together, that ask the store which of them have given up."""
+"""Largest rate of requests (per second, all ranks) that ask the store which ranks have given up."""
 
 
 class UnreachableError(LostError):
-    """A rank does not answer. The process group cannot be closed any more, since its threads wait for that rank."""
+    """A rank does not answer. The process group can no longer be closed, since its threads wait for that rank."""
 
 
 def barrier(rendezvous: Rendezvous, when: str, *, timeout_s: float | None = None) -> None:
@@ -38,10 +38,10 @@ def barrier(rendezvous: Rendezvous, when: str, *, timeout_s: float | None = None
     Args:
         rendezvous: rendezvous of all ranks.
         when: words that complete "did not answer ...", the same on all ranks, and used by this barrier only.
-        timeout_s: timeout in seconds; when None, that of the rendezvous.
+        timeout_s: timeout in seconds; None for the timeout of the rendezvous.
 
     Raises:
-        UnreachableError: names the ranks that have not.
+        UnreachableError: some ranks have not reached the barrier; the error names them.
     """
     seconds = rendezvous.timeout_s if timeout_s is None else timeout_s
 
@@ -66,11 +66,11 @@ def deadline(
     Args:
         rendezvous: rendezvous of all ranks, which enter the block at about the same time.
         when: words that complete "did not answer ...".
-        passed_flag: the flag of ranks that have left the block; `when` itself when None.
+        passed_flag: flag that ranks set when they leave the block; None for `when`.
         extra_s: seconds added to the timeout, where a call inside has the same timeout and a better error message.
 
     Raises:
-        UnreachableError: another rank has ended, which has perhaps given up a moment earlier.
+        UnreachableError: another rank has ended, perhaps because it gave up a moment earlier.
     """
     limit_s, start = rendezvous.timeout_s + extra_s, time.monotonic()
     flag = passed_flag or when
@@ -89,7 +89,7 @@ def deadline(
 
 @contextmanager
 def exit_after(seconds: float, error: Callable[[], HeadraceError]) -> Iterator[None]:
-    """Ends this process with an error when it is still in the block after so many seconds."""
+    """Ends this process with an error if the block takes more than `seconds`."""
 
     def fail() -> None:
         raise error()
@@ -101,7 +101,7 @@ def exit_after(seconds: float, error: Callable[[], HeadraceError]) -> Iterator[N
         yield
     finally:
         timer.cancel()
-        timer.join()  # once it has begun to end this process, nothing else is to happen here
+        timer.join()  # once the timer has begun to end this process, do nothing else
 
 
 def give_up(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]) -> list[int]:
@@ -116,7 +116,7 @@ def give_up(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]) -> l
 
 
 def missing_ranks(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]) -> list[int]:
-    """The ranks that have neither set the flag `passed_flag` nor given up by now."""
+    """Returns the ranks that have neither set the flag `passed_flag` nor given up so far."""
     not_passed = rendezvous.ranks_without(passed_flag, ranks)
     return rendezvous.ranks_without("gave-up", not_passed) if not_passed else []
 
@@ -124,11 +124,11 @@ def missing_ranks(rendezvous: Rendezvous, passed_flag: str, ranks: Iterable[int]
 def unreachable(
     rendezvous: Rendezvous, missing: list[int], when: str, reason: str, *, seconds: float
 ) -> UnreachableError:
-    """The error that names the missing ranks; kills those among them that are stopped on this host.
+    """Makes the error that names the missing ranks; kills missing ranks that are stopped on this host.
 
     Args:
         rendezvous: rendezvous of all ranks.
-        missing: from `give_up`; when empty the network is at fault.
+        missing: missing ranks, from `give_up`; if empty, the network is at fault.
         when: words that complete "did not answer ...".
         reason: why this rank gave up.
         seconds: seconds that this rank has waited.
@@ -140,7 +140,7 @@ def unreachable(
         text = f"all ranks have joined, but did not reach each other {when}: {reason}\n"
         text += "  try: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that the hosts share"
     if rendezvous.rank == 0:
-        time.sleep(SETTLE_S + 1.0)  # the others are still reading flags from the store in this process
+        time.sleep(SETTLE_S + 1.0)  # the other ranks still read flags from the store in this process
     kill_stopped(missing)
     return UnreachableError(text)
 
@@ -148,10 +148,10 @@ def unreachable(
 def kill_stopped(ranks: Collection[int]) -> None:
     """Kills stopped ranks that this process's launcher started on this host.
 
-    They cannot exit by themselves, and torchrun and deepspeed would wait 30 s for that.
+    Stopped ranks cannot exit, and torchrun and deepspeed would wait 30 s for them.
     """
     jobs = set[tuple[str, str]]()
-    # by what it was started with, too: torchrun's variables, set since, hide those of srun and mpirun
+    # the initial environment counts, too: torchrun's variables, set later, hide srun's and mpirun's
     for start in (False, True):
         with suppress(OSError, ConfigError):
             own = detect(environment_of(os.getpid()) if start else os.environ, parent=os.getppid())

@@ -7,8 +7,9 @@
 | PET_NPROC_PER_NODE | ranks of each pod; auto or gpu: its GPUs, or one without any |
 | PET_MASTER_ADDR, PET_MASTER_PORT | pod 0, where rank 0 opens the rendezvous |
 
-They are torchrun's options as variables, and torchrun in a pod reads them too. It makes exit code 1 of every failure,
-so that a pod failure policy could not tell a refused config from a lost node, and waits 30 s for a rank that saves.
+They are torchrun's options as variables, and torchrun in a pod reads them, too. But torchrun turns every failure into
+exit code 1, so a pod failure policy could not tell a refused config from a lost node. It also waits only 30 s for a
+rank that saves.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class PodPlace:
 
 
 def place_of_pod(environ: Mapping[str, str] = os.environ, *, gpus: Callable[[], int] | None = None) -> PodPlace | None:
-    """The place of this pod; None where the variables are not set, or torchrun has started this process in the pod.
+    """Reads the place of this pod; None where the variables are not set or torchrun has started this process.
 
     Args:
         environ: the environment.
-        gpus: counts the GPUs of this host; by torch when None.
+        gpus: counts the GPUs of this host; None to count by torch.
 
     Raises:
-        ConfigError: a variable is missing or no number, or the number of the pod is not below that of the pods.
+        ConfigError: a variable is missing or no number, or the pod's number is not less than the number of pods.
     """
     if _NODES not in environ or _NODE_RANK not in environ or "RANK" in environ:
         return None

@@ -1,7 +1,7 @@
-"""The device of each rank, compared in the rendezvous store before a process group is made.
+"""Compares the devices of all ranks in the rendezvous store, before a process group is made.
 
 Ranks on the CPU and ranks on GPUs would wait for each other in a rendezvous of different backends until it times out;
-two ranks on one GPU are an error of NCCL that names neither.
+for two ranks on one GPU, NCCL's error names neither rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RankDevice:
     Attributes:
         kind: `cpu` or `cuda`.
         backend: backend string for torch.distributed.
-        gpu: UUID of its GPU, where no other rank may have the same one; else empty. Also empty for AMD's GPUs: models
-            without a number of their own all have the same UUID.
+        gpu: UUID of the rank's GPU if no other rank may use that GPU, otherwise empty. Empty for AMD GPUs, too: models
+            without a serial number all have one UUID.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class RankDevice:
 
 
 def rank_device(backend: str, gpu: int | None) -> RankDevice:
-    """This process's device; `gpu` is the index of its GPU among those it sees."""
+    """Returns this process's device; `gpu` is the index of its GPU among the visible ones."""
     if gpu is None:
         return RankDevice("cpu", backend)
     import torch  # noqa: PLC0415  so that `detect` needs no torch
@@ -46,7 +46,7 @@ def rank_device(backend: str, gpu: int | None) -> RankDevice:
 
 
 def register(store: Store, rank: int, device: RankDevice) -> None:
-    """Writes a rank's device; to be called before the rank counts as joined."""
+    """Writes a rank's device; call it before the rank counts as joined."""
     kind = f"{device.kind} ({device.backend})"
     store.set(f"device/{rank}", f"{kind}|{device.gpu}")
     first = store.compare_set(_FIRST, "", kind).decode()
@@ -55,10 +55,10 @@ def register(store: Store, rank: int, device: RankDevice) -> None:
 
 
 def check_devices(rendezvous: Rendezvous) -> None:
-    """Refuses ranks of different kinds, and two ranks on one GPU; to be called when all have joined.
+    """Refuses ranks on different kinds of devices, and two ranks on one GPU; call it when all ranks have joined.
 
     Raises:
-        ConfigError: the devices do not fit together; raised on every rank, with the ranks and their hosts.
+        ConfigError: the devices do not fit together; every rank raises it, with the ranks and their hosts.
     """
     if not rendezvous.store.check([_DIFFERENT]):
         return
@@ -77,5 +77,5 @@ def check_devices(rendezvous: Rendezvous) -> None:
         remedy = "give each process a GPU of its own, or let all see every GPU of their host (srun --gpus-per-node=N)"
         error = ConfigError("LOCAL_RANK", why=f"several ranks have one GPU: {why}", remedy=remedy)
     if rendezvous.rank == 0:
-        time.sleep(1.0)  # the others are still reading from the store in this process
+        time.sleep(1.0)  # the other ranks still read from the store in this process
     raise error

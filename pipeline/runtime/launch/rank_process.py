@@ -1,4 +1,4 @@
-"""A rank as a process that this one has started: its output and error in files, and its end."""
+"""A rank as a child process: its output and error in files, and its end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RankProcess:
 
     Attributes:
         number: global rank.
-        process: process in a session of its own, so that Ctrl-C reaches this process alone.
-        output: file that it writes to; None for this process's own output.
-        error: file in which it leaves its error, see `foundation.cli.guarded`.
+        process: process in a session of its own: Ctrl-C reaches only the parent process.
+        output: file to which the rank writes; None for this process's own output.
+        error: file to which the rank writes its error (`foundation.cli.guarded`).
     """
 
     number: int
@@ -39,11 +39,11 @@ class RankProcess:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has ended with another code than 0."""
+        """Whether the rank has ended with a code other than 0."""
         return self.process.poll() not in (None, 0)
 
     def error_text(self) -> str:
-        """The rank's error, or the end of its output where it has written no error."""
+        """Reads the rank's error, or the end of its output if it has written no error."""
         if self.error.exists():
             return self.error.read_text(errors="replace").rstrip()
         if self.output is None or not self.output.exists():
@@ -53,7 +53,7 @@ class RankProcess:
             return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to it and its children, if it runs."""
+        """Sends a signal to the rank and its children, if it runs."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
 
@@ -66,9 +66,9 @@ def start_rank(
     Args:
         command: command line of the rank.
         number: global rank.
-        environ: environment of the rank, but for the name of the file for its error.
-        output: file that it appends to; None for this process's own output.
-        error: file for its error.
+        environ: environment of the rank, without the name of its error file.
+        output: file to which the rank appends; None for this process's own output.
+        error: file for the rank's error.
     """
     process = start_process(command, environ={**environ, ERROR_FILE: str(error), **log_variable(output)}, output=output)
     return RankProcess(number, process, output, error)
@@ -85,8 +85,8 @@ def start_process(
 
     Args:
         command: command line of the process.
-        environ: environment variables; None for those of this process.
-        output: file that it appends to; None for this process's own output.
+        environ: environment variables; None for this process's own.
+        output: file to which it appends; None for this process's own output.
         stdin: standard input, as `subprocess.Popen` takes it.
     """
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def start_process(
 
 
 def terminate(ranks: Iterable[RankProcess], number: signal.Signals, *, tick: Callable[[], None] = lambda: None) -> None:
-    """Ends the remaining ranks and their children: by signal `number` where they can handle it, then by SIGKILL.
+    """Ends the remaining ranks and their children: first by signal `number`, if they can handle it, then by SIGKILL.
 
     Args:
         ranks: ranks that this process has started.

@@ -14,7 +14,7 @@ T = TypeVar("T")
 RUN_FINISHED = "headrace/over"
 """Key that rank 0 sets when the run is finished, for spare ranks."""
 RUN_STOPPED = "stopped"
-"""Rank 0's flag that the run is to be started again: spare ranks exit then, too."""
+"""Rank 0's flag that the run will be started again; spare ranks then exit, too."""
 _SHOWN = 8
 """Number of ranks that are listed in full."""
 
@@ -27,8 +27,8 @@ class Rendezvous:
         rank: this process's rank.
         world_size: number of ranks.
         store: key-value store in rank 0's process, or in torchrun's.
-        timeout_s: seconds that ranks wait for each other at start.
-        rank_zero_host: rank 0's host name, for messages when its store does not answer.
+        timeout_s: seconds for which ranks wait for each other at the start.
+        rank_zero_host: rank 0's host name, for messages about a store that does not answer.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Rendezvous:
         return range(self.world_size)
 
     def set_flag(self, key: str) -> bool:
-        """Sets a flag; False, and without effect, when the store is gone."""
+        """Sets a flag; returns False, without effect, when the store is gone."""
 
         def set_key() -> bool:
             self.store.set(key, "1")
@@ -52,7 +52,7 @@ class Rendezvous:
         return store_call(set_key, default=False)
 
     def mark(self, flag: str) -> bool:
-        """Sets this rank's own flag of that name, for `ranks_without`; False when the store is gone."""
+        """Sets this rank's own flag, read by `ranks_without`; returns False when the store is gone."""
 
         def append() -> bool:
             mark(self.store, flag, self.rank)
@@ -61,9 +61,9 @@ class Rendezvous:
         return store_call(append, default=False)
 
     def ranks_without(self, flag: str, ranks: Iterable[int]) -> list[int]:
-        """The ranks that have not marked `flag`; only rank 0 when the store itself does not answer.
+        """Returns the ranks that have not marked `flag`; only rank 0 when the store itself does not answer.
 
-        Two requests for any number of ranks: one for each would take 5 s for 512 of them that all ask.
+        It takes two requests for any number of ranks: with one request per rank, 512 ranks that all ask would take 5 s.
         """
 
         def read() -> list[int]:
@@ -75,14 +75,14 @@ class Rendezvous:
         return store_call(read, default=[0])
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Ranks with their hosts, e.g. "rank 4 on node07, rank 5 on node07"."""
+        """Formats ranks with their hosts, e.g. "rank 4 on node07, rank 5 on node07"."""
         listed = list(ranks)
         hosts = self._hosts(listed[:_SHOWN])
         shown = [f"rank {rank} on {hosts.get(rank, '?')}" for rank in listed[:_SHOWN]]
         return ", ".join(shown) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
     def hosts(self) -> dict[int, str]:
-        """Rank -> host of all ranks, in one request; only rank 0's when the store does not answer. All have joined."""
+        """Reads rank -> host in one request, once all ranks have joined; only rank 0's if the store does not answer."""
         others = [rank for rank in self.ranks if rank]
 
         def read() -> list[bytes]:
@@ -95,7 +95,7 @@ class Rendezvous:
         }
 
     def _hosts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Rank -> host of the joined ranks; in one call, since a store that does not answer takes time."""
+        """Reads rank -> host of the joined ranks in one call, since a store that does not answer takes time."""
         keys = {rank: f"host/{rank}" for rank in ranks if rank}
 
         def read() -> dict[int, str]:
@@ -110,7 +110,7 @@ class Rendezvous:
 
 
 def mark(store: Store, flag: str, rank: int) -> None:
-    """Sets a rank's flag of a name: all ranks append themselves to one value."""
+    """Sets a rank's flag: all ranks append their number to the value of `flag`."""
     store.append(_marks(flag), f"{rank} ")  # type: ignore[attr-defined]  # torch has no type for it
 
 
@@ -119,9 +119,10 @@ def _marks(flag: str) -> str:
 
 
 def store_call(request: Callable[[], T], *, default: T, timeout_s: float = 5.0) -> T:
-    """The result of a request to the store, or `default` when the store is gone or does not answer.
+    """Returns the result of a request to the store, or `default` when the store is gone or does not answer.
 
-    A request to a store whose process is stopped (SIGSTOP) blocks for ever: it runs in a thread that is abandoned.
+    A request to a store whose process is stopped (SIGSTOP) blocks forever: so each request runs in a thread, which is
+    abandoned then.
     """
     results: list[T] = []
 
@@ -138,7 +139,7 @@ def store_call(request: Callable[[], T], *, default: T, timeout_s: float = 5.0) 
 
 
 def format_ranks(numbers: Iterable[int]) -> str:
-    """Ranks for a message: "rank 4", "ranks 2, 3"."""
+    """Formats ranks for a message: "rank 4", "ranks 2, 3"."""
     ranks = list(numbers)
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

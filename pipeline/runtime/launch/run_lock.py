@@ -1,4 +1,4 @@
-"""One process at a time trains in a run's directory: by a lock, or by a lease where the file system has no locks."""
+"""Lets one process at a time train in a run's directory: by a lock, or by a lease where there are no file locks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOCK = ".lock"
 
 @contextmanager
 def exclusive_run(run_dir: Path, *, lost: Callable[[LeaseLostError], object] = lambda _error: None) -> Iterator[None]:
-    """Holds the run's directory against a second run. The lock goes with the process, however it ends.
+    """Keeps a second run out of the run's directory. The lock ends with the process, however it ends.
 
     Args:
         run_dir: the run's directory.
-        lost: called before this process ends because another one has taken its lease over.
+        lost: called before this process ends because another process has taken over its lease.
     """
     _make_lock(run_dir)
     with ExitStack() as stack:
@@ -42,7 +42,7 @@ def exclusive_run(run_dir: Path, *, lost: Callable[[LeaseLostError], object] = l
 
 
 def _take_lease(run_dir: Path, stack: ExitStack, lost: Callable[[LeaseLostError], object]) -> None:
-    """Holds a lease until the stack is closed, and ends this process should it be lost, before it writes more."""
+    """Holds a lease until the stack is closed; if the lease is lost, ends this process before it writes more."""
 
     def end(error: LeaseLostError) -> None:
         print_report(f"error: {error}")
@@ -62,7 +62,7 @@ def _take_lease(run_dir: Path, stack: ExitStack, lost: Callable[[LeaseLostError]
 
 
 def is_training(run_dir: Path) -> bool | None:
-    """Whether a process holds the run's directory; None where the file system has no locks, and there is no lease."""
+    """Tells whether a process holds the run's directory; None where there are neither file locks nor a lease."""
     training = is_locked(run_dir / LOCK)
     if training is None:
         with suppress(DataError, FileNotFoundError):
@@ -81,7 +81,7 @@ def _say(line: str) -> None:
 
 
 def _make_lock(run_dir: Path) -> None:
-    """Makes the file and its directory: on some file systems (procfs, a full disk) only the attempt shows."""
+    """Makes the lock file and its directory; only the attempt shows whether one can write (procfs, a full disk)."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / LOCK).open("a").close()
@@ -93,9 +93,9 @@ def _make_lock(run_dir: Path) -> None:
 
 
 def _patience_s() -> float:
-    """Seconds to wait for the lock: the rank that held it before a restart may live for a moment longer.
+    """Returns the seconds to wait for the lock: its holder from before a restart may live a moment longer.
 
-    NFS keeps the lock of a node that has failed for as long as its lease lasts (90 s on Linux).
+    NFS keeps the lock of a failed node for the duration of NFS's lease (90 s on Linux).
     """
     again = {"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "0", AGENT_STARTS: "1"}
     restarted = any(os.environ.get(name, first) != first for name, first in again.items())

@@ -1,11 +1,11 @@
 """Spare ranks: processes that the layout does not use wait until the run is over, and exit with it.
 
 They do not exit at once. srun kills the other tasks when one exits early (`srun --wait`), and a torchrun agent whose
-workers have all exited is lost to the run: when another node fails it does not join the next rendezvous, though its
-spare processes are what the run then needs.
+workers have all exited is lost to the run. When another node fails, that agent does not join the next rendezvous,
+though the run then needs its spare processes.
 
 On a stop signal, a spare rank exits with the ranks that train, once these have saved their checkpoint. Only torchrun
-signals single processes, to restart them with others: there a spare rank exits at once.
+signals single processes, to restart them with others: under torchrun a spare rank exits at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def wait_as_spare(launch: Launch, *, processes: int, config: LaunchSection) -> N
     Args:
         launch: launch of this process, whose rank the layout does not use.
         processes: number of ranks that train.
-        config: section `launch`, for the time to wait for rank 0, at first and whenever it does not answer.
+        config: section `launch`, with the time to wait for rank 0, at first and whenever it does not answer.
 
     Raises:
         TrainingError: rank 0 did not join.
@@ -54,7 +54,7 @@ def wait_as_spare(launch: Launch, *, processes: int, config: LaunchSection) -> N
 
 
 class _EndPoller(threading.Thread):
-    """Polls for the end of the run in its own thread: a request to a store whose process is stopped blocks."""
+    """Polls for the end of the run in a thread of its own, since a request blocks if the store's process is stopped."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="spare", daemon=True)
@@ -62,7 +62,7 @@ class _EndPoller(threading.Thread):
         self.run_ended = threading.Event()
 
     def run(self) -> None:
-        """Polls until an end key is set, or the store, which lives in rank 0 or in torchrun, is gone."""
+        """Polls until an end key is set, or the store (in rank 0 or in torchrun) is gone."""
         with suppress(RuntimeError):
             while not any(self._store.check([key]) for key in _END_KEYS):
                 self._last_answer = time.monotonic()
@@ -71,7 +71,7 @@ class _EndPoller(threading.Thread):
         self.run_ended.set()
 
     def silence_s(self) -> float:
-        """Seconds since the store's last answer."""
+        """Returns the seconds since the store's last answer."""
         return time.monotonic() - self._last_answer
 
 
@@ -84,12 +84,12 @@ def _polling(store: Store) -> Iterator[_EndPoller]:
         yield poller
     finally:
         poller.run_ended.set()
-        poller.join(2 * _POLL_S)  # times out where the store does not answer
+        poller.join(2 * _POLL_S)  # times out if the store does not answer
 
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """A list of the stop signals that have arrived."""
+    """Yields a list that gets the stop signals as they arrive."""
     requests: list[int] = []
     previous = {s: signal.signal(s, lambda number, _frame: requests.append(number)) for s in _STOP_SIGNALS}
     try:

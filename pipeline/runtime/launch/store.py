@@ -1,7 +1,7 @@
-"""Opens the rendezvous: a store in which every rank registers with its host name, so that missing ranks are named.
+"""Opens the rendezvous: a store in which every rank registers its host name, so errors can name missing ranks.
 
 torch.distributed would say "timed out waiting for clients, 3/4 joined". Here every rank writes its host name before
-anything else, so that the ranks that are missing can be read from the store.
+anything else, so the store shows which ranks are missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXTRA_S = 2.0
 """Seconds added to torch's own timeout, whose error message is better where it works."""
 _FILES_PER_RANK, _OWN_FILES = 2, 256
-"""Connections of each rank to the store in rank 0's process, and what that process opens beside them."""
+"""Number of each rank's connections to the store in rank 0's process, and of other files that this process opens."""
 _REQUESTS = "headrace/prefix-requests"
 _POLL_S = 0.02
 
@@ -39,17 +39,17 @@ def open_rendezvous(
 ) -> tuple[Rendezvous, PrefixStore]:
     """Opens the store, and waits in it until all ranks have joined.
 
-    A rank 0 that is stopped (SIGSTOP) blocks every request to its store for ever, and the store's own timeouts too,
-    which send it a cancellation. So a timer ends the process.
+    A stopped rank 0 (SIGSTOP) blocks every request to its store forever. It also blocks the store's own timeouts, which
+    send it a cancellation. So a timer ends the process.
 
     Args:
         launch: launch of this process.
         timeout_s: seconds to wait until all ranks have joined.
-        device: this rank's device, to be compared with those of the others; None for no comparison.
+        device: this rank's device, to compare with the other ranks' devices; None for no comparison.
 
     Raises:
-        ConfigError: the port is taken, or `check_devices` refuses them.
-        LostError: a rank did not join; names it.
+        ConfigError: the port is taken, or `check_devices` refuses the devices.
+        LostError: a rank did not join; the error names it.
     """
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -58,7 +58,7 @@ def open_rendezvous(
         base_store = open_store(launch, timeout_s)
         prefix = _prefix_of_start(base_store, launch, timeout_s) if _outlives_ranks() else "headrace"
         store = dist.PrefixStore(prefix, base_store)
-        # a connection of its own: torch may block in the other one, and holds its lock then
+        # a separate connection: torch may block in the other one while it holds that connection's lock
         flags = dist.PrefixStore(f"{prefix}/notes", _clone(base_store))
     rendezvous = Rendezvous(launch.rank, launch.world_size, flags, timeout_s)
     try:
@@ -78,7 +78,7 @@ def open_rendezvous(
 
 
 def _check_open_files(launch: Launch) -> None:
-    """Raises this process's limit of open files, and refuses more ranks than could connect to rank 0 with it.
+    """Raises this process's limit of open files; refuses a number of ranks too large for rank 0's limit.
 
     Raises:
         ConfigError: the hard limit is too low.
@@ -91,12 +91,12 @@ def _check_open_files(launch: Launch) -> None:
 
 
 def _outlives_ranks() -> bool:
-    """Whether the store is torchrun's, which restarts ranks on a store that still has the dead ranks' keys."""
+    """Tells whether the store is torchrun's, which keeps the keys of dead ranks across restarts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _prefix_of_start(store: Store, launch: Launch, timeout_s: float) -> str:
-    """A key prefix that the ranks of one start share, and no earlier start has used.
+    """Agrees on a key prefix that the ranks of one start share and no earlier start has used.
 
     torchrun provides none: its restart count is per agent, and stays the same when nodes come or go. So rank 0 makes a
     random prefix, and sends it to every rank that asks with a random request id of its own.
@@ -106,7 +106,7 @@ def _prefix_of_start(store: Store, launch: Launch, timeout_s: float) -> str:
         threading.Thread(target=_serve_prefix, args=(_clone(store), prefix), name="rendezvous", daemon=True).start()
         return prefix
     request = uuid.uuid4().hex
-    # in one message, so that a rank that dies here leaves no partial request
+    # one message: a rank that dies here leaves no partial request
     store.append(_REQUESTS, f"{request} ")  # type: ignore[attr-defined]  # torch has no type for it
     try:
         return store.get(f"headrace/prefix/{request}").decode()
@@ -119,7 +119,7 @@ def _prefix_of_start(store: Store, launch: Launch, timeout_s: float) -> str:
 
 
 def _serve_prefix(store: Store, prefix: str) -> None:
-    """Answers all requests. Requests of an earlier start have no reader any more."""
+    """Answers all requests for the prefix, including unread ones from an earlier start."""
     answered: set[str] = set()
     with suppress(RuntimeError):  # torchrun is gone
         while not store.check([f"{prefix}/notes/complete"]):
@@ -131,7 +131,7 @@ def _serve_prefix(store: Store, prefix: str) -> None:
 
 
 def _clone(store: Store) -> Store:
-    """Another connection to the same store."""
+    """Opens another connection to the store."""
     return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch has no type for it
 
 
@@ -185,6 +185,6 @@ def _not_joined(rendezvous: Rendezvous, launch: Launch) -> LostError:
         f"  try: look for the error of {format_ranks(missing[:1])}, or raise launch.timeout"
     )
     if launch.rank == 0:
-        time.sleep(1.0)  # the others are still reading flags from the store in this process
+        time.sleep(1.0)  # the other ranks still read flags from the store in this process
     kill_stopped(missing)
     return LostError(text)

@@ -1,7 +1,7 @@
-"""Work of rank 0 alone, for whose result the other ranks wait outside of collectives, which would time out.
+"""Runs work on rank 0 alone; the other ranks wait for its result outside of collectives, which would time out.
 
-Rank 0 counts a heartbeat up in the rendezvous store while it works; the others look at it, so that a rank 0 that has
-died or hangs is noticed, and one that takes hours is not. An error of rank 0 is raised on all ranks.
+While it works, rank 0 increments a heartbeat counter in the rendezvous store, which the other ranks poll. So they
+notice a dead or hung rank 0, but wait hours for a working one. An error of rank 0 is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from pipeline.runtime.launch.rendezvous import Rendezvous, store_call
 
 T = TypeVar("T")
 BEAT_S, SILENCE_S, LOOK_S = 2.0, 120.0, 0.2
-"""Seconds between heartbeats, until their absence counts as the end of rank 0, and between two looks at the store."""
+"""Seconds between heartbeats; seconds without a heartbeat after which rank 0 counts as lost; seconds between two polls
+of the store."""
 _LOOKS_PER_SECOND = 4096
-"""Largest number of looks a second, of all ranks together, at the store, which is in rank 0's process."""
-_GONE = -1  # instead of a number of heartbeats: the store does not answer
+"""Largest number of polls of the store per second, all ranks together; the store is in rank 0's process."""
+_GONE = -1  # replaces the heartbeat count if the store does not answer
 _SEEN_S = 10.0
-"""Seconds that rank 0 waits for the others to have read its result or error."""
+"""Seconds that rank 0 waits for the others to read its result or error."""
 
 
 def wait_for_rank_zero(work: Callable[[], T], rendezvous: Rendezvous, *, what: str, silence_s: float = SILENCE_S) -> T:
-    """The result of `work`, which rank 0 runs, on all ranks. Every rank calls it.
+    """Runs `work` on rank 0 and returns its result on all ranks. Every rank calls it.
 
     Args:
         work: function to run on rank 0, whose result can be pickled.
         rendezvous: rendezvous of all ranks.
-        what: names the work in messages, e.g. "measuring latencies"; used once per rendezvous.
+        what: name of the work in messages, e.g. "measuring latencies"; used only once per rendezvous.
         silence_s: seconds without a heartbeat after which rank 0 counts as lost.
 
     Raises:
         HeadraceError: error of rank 0's work, raised on all ranks.
-        TrainingError: rank 0's work raised another error; rank 0 raises that error itself.
+        TrainingError: rank 0's work raised an error of another class; rank 0 itself raises the original.
         LostError: rank 0 has died, or does not answer.
     """
     if rendezvous.rank == 0:
@@ -64,7 +65,7 @@ def _work(work: Callable[[], T], rendezvous: Rendezvous, what: str) -> T:
 
 
 def _publish(rendezvous: Rendezvous, what: str, outcome: tuple[object, Exception | None]) -> None:
-    """Waits until the others have read it: the store may end with this process."""
+    """Publishes the outcome and waits until the others have read it, since the store may end with this process."""
     rendezvous.store.set(f"{what}/result", pickle.dumps(outcome).hex())
     deadline = time.monotonic() + _SEEN_S
     while rendezvous.ranks_without(f"{what}/seen", rendezvous.ranks[1:]) and time.monotonic() < deadline:
@@ -108,5 +109,5 @@ def _wait_for_result(rendezvous: Rendezvous, what: str, silence_s: float) -> tup
 
 
 def look_s(world_size: int) -> float:
-    """Seconds between two looks of a rank that waits."""
+    """Returns the seconds between two polls of a waiting rank."""
     return max(LOOK_S, world_size / _LOOKS_PER_SECOND)

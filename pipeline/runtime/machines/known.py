@@ -1,4 +1,4 @@
-"""Finds a machine by the name of its file, by the file itself, or by the name that torch gives the device."""
+"""Finds a machine by the name of its file, by the file's path, or by torch's name for the device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CALIBRATE = "headrace plan --calibrate --machine FILE.json measures the present
 
 
 def known_machines() -> list[str]:
-    """Names of the machines that are shipped."""
+    """Lists the names of the shipped machines."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
 def load_machine(name: str) -> Machine:
-    """The machine of a name or of a JSON file.
+    """Loads a machine by name or from a JSON file.
 
     Raises:
-        ConfigError: there is no such machine, with the nearest that there is; or the file is no machine.
+        ConfigError: no machine has this name (the error suggests the nearest), or the file is not a machine.
     """
     if name.lower() in known_machines():
         return _shipped(name.lower())
@@ -41,10 +41,10 @@ def load_machine(name: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """A machine from its JSON file.
+    """Reads a machine from its JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or has other keys or values than a machine.
+        ConfigError: the file cannot be read, or its keys or values are not those of a machine.
     """
     try:
         raw = load(path)
@@ -60,18 +60,18 @@ def read_machine(path: Path) -> Machine:
 
 
 def machine_of_device(device_name: str) -> Machine | None:
-    """The shipped machine of a device by the name that torch reports; None for one that is not known."""
+    """Finds a device's shipped machine by the name that torch reports; None for an unknown device."""
     words = set(re.split(r"[ -]", device_name))
-    if words & {"MIG", "NVL"}:  # a slice of a device, and a variant of another rate
+    if words & {"MIG", "NVL"}:  # a slice of a device, and a variant with other rates
         return None
     named = [(name, each) for each in map(_shipped, known_machines()) for name in each.devices]
     fits = [(name, each) for name, each in named if set(name.split()) <= words]
-    # "H100 PCIe" says more than "H100"
+    # "H100 PCIe" is more specific than "H100"
     return max(fits, key=lambda pair: len(pair[0].split()))[1] if fits else None
 
 
 def _nearest(name: str) -> str | None:
-    """The known name nearest to one with a typo, with or without separators and the maker's words."""
+    """Finds the known name nearest to a mistyped one, with or without separators and maker's words."""
     plain = re.sub(r"nvidia|geforce|amd|instinct|[^a-z0-9]", "", name.lower())
     names = {re.sub(r"[^a-z0-9]", "", known): known for known in known_machines()}
     if not plain:

@@ -31,7 +31,7 @@ def _shares(values: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 MOST_OF_PEAK = 2.0
-"""Largest share of a peak in a file: measured ones are above 1 where a peak is of a slower clock."""
+"""Largest share of a peak in a file; a measured share exceeds 1 where the peak is given for a slower clock."""
 
 
 def _of_peak(values: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -41,7 +41,7 @@ def _of_peak(values: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _of_a_device(least: float) -> AfterValidator:
-    """Refuses numbers too small for any device: they are in another unit, such as 989.4 for 989.4e12."""
+    """Refuses numbers too small for any device, which are in the wrong unit, such as 989.4 for 989.4e12."""
 
     def check(value: float) -> float:
         if value < least:
@@ -228,11 +228,11 @@ class Machine(Section):
 
     @property
     def calibrated(self) -> bool:
-        """Whether its rates were measured, by themselves or in runs."""
+        """Whether its rates were measured, in benchmarks or in runs."""
         return self.measured is not None or self.scored is not None
 
     def as_best_published(self) -> Machine | None:
-        """This machine at the efficiency of the best published runs of other engines; None where none is known."""
+        """Returns this machine at the efficiency of other engines' best published runs; None if no run is known."""
         if self.best is None:
             return None
         given = {name: value for name, value in self.best if value is not None}
@@ -240,7 +240,7 @@ class Machine(Section):
         return self.model_copy(update={"efficiency": self.efficiency.model_copy(update=given), "measured": None})
 
     def attention_rate(self, dtype: str) -> tuple[float, float, float]:
-        """FLOP/s of attention in a dtype: low, typical and high."""
+        """Returns the FLOP/s of attention in a dtype: low, typical and high."""
         share = self.efficiency.attention
         if share is None:
             return self.rate(dtype)
@@ -251,10 +251,10 @@ class Machine(Section):
         return next(each for each in _WIDER.get(dtype, ("fp32",)) if each in self.peak_flops)
 
     def rate(self, dtype: str) -> tuple[float, float, float]:
-        """FLOP/s of matrix products in a dtype: low, typical and high.
+        """Returns the FLOP/s of matrix products in a dtype: low, typical and high.
 
-        A dtype that the machine lacks is computed in the next wider one: fp8 in bf16, bf16 in fp32. A dtype without an
-        efficiency of its own has that of bf16, else that of fp32.
+        A dtype that the machine lacks is computed in the next wider one: fp8 in bf16, bf16 in fp32. A dtype without its
+        own efficiency uses bf16's or, failing that, fp32's.
         """
         found = self._computed_in(dtype)
         shares = self.efficiency.products
@@ -269,4 +269,4 @@ _WIDER: dict[str, tuple[Dtype, ...]] = {
     "fp16": ("fp16", "bf16", "fp32"),
     "tf32": ("tf32", "fp32"),
 }
-"""Dtype -> dtypes in which its products may be computed: the first that the machine has."""
+"""Dtype -> dtypes that can stand in for its products; the first that the machine has is used."""

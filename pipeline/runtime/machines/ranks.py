@@ -1,4 +1,4 @@
-"""A machine under a run's ranks: rates with all devices of a node busy, or with several ranks on a core."""
+"""A machine under a run's ranks: rates while all devices of a node are busy, or with several ranks per core."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pipeline.runtime.machines.machine import HostSection, LinkSection, Machine,
 
 
 def with_ranks(machine: Machine, ranks_per_node: int) -> Machine:
-    """The machine with the rates that each of so many ranks on a node gets.
+    """Returns the machine with the rates that each rank gets if `ranks_per_node` ranks share a node.
 
-    The rates of a device among busy ones are `efficiency.all_busy` of those alone, in proportion to how many others
-    compute. On a CPU more ranks than cores share the cores, memory and what their links carry; on GPUs they are on more
-    nodes.
+    A busy node slows a device to `efficiency.all_busy` of its rates alone, in proportion to the number of other devices
+    that compute. On a CPU, more ranks than cores share the cores, memory and link bandwidth; GPU ranks beyond a node's
+    devices are on further nodes.
 
     Args:
         machine: machine as shipped or calibrated, with the rates of a device alone.
@@ -48,7 +48,7 @@ def with_ranks(machine: Machine, ranks_per_node: int) -> Machine:
 
 
 def _measured(own: MeasuredSection, share: float) -> MeasuredSection:
-    """The measurements at the rates that a rank gets."""
+    """Scales the measurements to the rates that a rank gets."""
     products = (each.model_copy(update={"flops_per_s": _times(each.flops_per_s, share)}) for each in own.products)
     return own.model_copy(
         update={"products": tuple(products), "attention_flops_per_s": _times(own.attention_flops_per_s, share)}
@@ -60,5 +60,5 @@ def _times(values: Range, factor: float) -> Range:
 
 
 def _link(section: LinkSection, share: float) -> LinkSection:
-    """The link with fewer bytes per second, and longer until a rank has its turn."""
+    """Scales a link to a rank's share: fewer bytes per second, and a longer latency."""
     return LinkSection(bytes_per_s=section.bytes_per_s * share, latency_s=section.latency_s / share)

@@ -1,4 +1,4 @@
-"""Appends to and reads the journal of attempts, `attempts.jsonl`. Its events: `pipeline.run.attempts`."""
+"""Appends to and reads the journal of attempts, `attempts.jsonl`. `pipeline.run.attempts` lists its events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "attempts.jsonl"
 
 
 def append_event(run_dir: Path, event: str, **fields: Any) -> bool:
-    """Appends one line by one write and flushes it to disk; begins a new line where a damaged one has no end.
+    """Appends one line in a single write and flushes it to disk; begins a new line after a damaged line without an end.
 
     Returns:
         Whether it was written: False on a full disk, or in a directory that cannot be written.
@@ -34,7 +34,7 @@ def append_event(run_dir: Path, event: str, **fields: Any) -> bool:
 
 
 def read_events(run_dir: Path) -> tuple[list[JournalRow], int]:
-    """The events in order, and the number of damaged lines, which are skipped; none where there is no journal."""
+    """Reads the events in order, and the number of damaged lines, which are skipped; no events without a journal."""
     try:
         lines = (run_dir / NAME).read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -44,6 +44,6 @@ def read_events(run_dir: Path) -> tuple[list[JournalRow], int]:
 
 
 def parse_row(line: bytes, *, key: str = "event") -> JournalRow | None:
-    """The JSON object of a line that has a time and a text under `key`; None for any other line."""
+    """Parses a line as a JSON object with a time and a text under `key`; None for any other line."""
     row = json_row(line)
     return row if row is not None and isinstance(row.get(key), str) and "time" in row else None

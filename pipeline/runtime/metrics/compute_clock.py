@@ -1,10 +1,10 @@
 """Time of a rank's own computation: forward passes of decoder layers, in which it waits for no data-parallel rank.
 
 Sharding engines gather a layer's weights before its forward pass and communicate gradients in and after its backward
-pass. What lies between is computation, at the speed of the device or the core, whatever the other ranks do; backward
-passes take a multiple of it. DeepSpeed's ZeRO-3 gathers the weights of each linear layer or norm by itself: with it
-these modules are timed instead. Tensor- and context-parallel ranks wait for each other within a layer, so they have the
-speed of the slowest.
+pass. The forward pass in between is pure computation, at the speed of the device or the core, whatever the other ranks
+do; backward passes take a multiple of its time. DeepSpeed's ZeRO-3 gathers the weights of each linear layer or norm
+separately: with ZeRO-3 these modules are timed instead. Tensor- and context-parallel ranks wait for each other within a
+layer, so they all show the speed of the slowest rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _StepMeasurements:
         return not self.events or bool(self.events[-1][1].query())
 
     def total(self) -> float:
-        """Seconds of all forward passes."""
+        """Sums the seconds of all forward passes."""
         on_device: float = sum(start.elapsed_time(end) for start, end in self.events) / 1e3
         return self.seconds + on_device
 
@@ -48,14 +48,14 @@ class ComputeClock:
     """Times the forward passes of modules while training.
 
     Args:
-        modules: modules to time, none of them within another.
-        gpu: whether they compute on a GPU: it is timed by events, which the host does not wait for.
+        modules: modules to time, none nested in another.
+        gpu: whether they compute on a GPU, which is timed by events without making the host wait.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, gpu: bool) -> None:
         self._gpu, self._started = gpu, dict[nn.Module, Any]()
         self._steps: list[_StepMeasurements] = []
-        # after the hook that gathers weights, and before the one that frees them
+        # after the hook that gathers weights, and before the hook that frees them
         self._hooks = [
             each
             for module in modules
@@ -71,11 +71,11 @@ class ComputeClock:
             hook.remove()
 
     def begin(self, samples: int) -> None:
-        """Begins a step in which this rank computes so many samples."""
+        """Begins a step in which this rank computes `samples` samples."""
         self._steps.append(_StepMeasurements(samples))
 
     def take(self) -> tuple[float, int]:
-        """(seconds of forward passes, samples) since the call before, of the steps that a device has completed."""
+        """Returns (seconds of forward passes, samples) of the steps that the device completed since the last call."""
         ready = list(takewhile(lambda step: step.complete, self._steps))
         self._steps = self._steps[len(ready) :]
         return sum(step.total() for step in ready), sum(step.samples for step in ready)

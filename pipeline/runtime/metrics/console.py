@@ -16,10 +16,10 @@ from pipeline.runtime.metrics.times import clock
 
 LOG_INTERVAL_S = 10.0
 _DECAY = 0.9
-"""Decay of the smoothed loss: a step counts for about ten, enough to see a trend in batches of a few sequences."""
+"""Decay of the smoothed loss: averages about ten steps, enough to see a trend with batches of a few sequences."""
 
 _WIDE = 132
-"""Columns from which a progress bar has room for memory and data wait."""
+"""Smallest number of columns at which a progress bar has room for memory and data wait."""
 
 
 class TrainingDisplay:
@@ -86,7 +86,7 @@ class SmoothedLoss:
         self._sum = self._weight = 0.0
 
     def add(self, loss: float) -> float:
-        """The average with this step; the step's own loss if that is not finite, which the average leaves out."""
+        """Adds a step's loss and returns the average; a non-finite loss is returned unchanged and not averaged."""
         if not math.isfinite(loss):
             return loss
         self._sum = _DECAY * self._sum + (1 - _DECAY) * loss
@@ -108,9 +108,9 @@ class TimeLeft:
         self._first: tuple[int, float] | None = None
 
     def after(self, step: int) -> str:
-        """Time left as H:MM:SS, with days from one on; empty where it is not known yet, and after the last step."""
+        """Formats the time left as H:MM:SS, with days if over a day; empty while unknown and after the last step."""
         now = time.monotonic()
-        if self._first is None or step <= self._first[0]:  # a rollback begins anew
+        if self._first is None or step <= self._first[0]:  # the estimate begins anew after a rollback
             self._first = step, now
             return ""
         done, seconds = step - self._first[0], now - self._first[1]

@@ -1,9 +1,9 @@
 """Metrics journal `metrics.jsonl`: one JSON object per line, appended during the run. Always written, needs no service.
 
 Rows have a `kind`: `step` (loss, lr, grad_norm, ...), `eval` (held-out loss, ...), `task/NAME` (accuracy, ...), `event`
-(resumed, finished, ...); the `step` they belong to; and the `time` they were written, UTC in ISO 8601, milliseconds.
-A process that dies may leave rows of steps that are repeated after the resume, and a partial line. Opening the journal
-at step k removes both, so that the file is that of a run that was never interrupted.
+(resumed, finished, ...); the `step` to which they belong; and the `time` of writing, UTC in ISO 8601, with
+milliseconds. A process that dies may leave a partial line, and rows of steps that the resumed run repeats. Opening the
+journal at step k removes both: the file is then that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "metrics.jsonl"
 _BEGIN = b'{"kind": "'
 """Beginning of a row."""
 _TAIL = 1 << 20
-"""Bytes at the end of a journal that are searched first for the step that a run resumes from."""
+"""Bytes at the end of a journal that are searched first for the step from which a run resumes."""
 _SHOWN = 8
 """Number of damaged lines that a warning lists."""
 
@@ -37,8 +37,8 @@ class Journal:
 
     Args:
         run_dir: the run's directory.
-        from_step: rows of later steps are removed first; 0 for a new run.
-        on_removed: called before rows of steps are removed, with their sums, one for each attempt that wrote them.
+        from_step: step after which rows are removed first; 0 for a new run.
+        on_removed: called before rows of steps are removed, with their sums, one for each attempt that wrote rows.
 
     Raises:
         TrainingError: the file cannot be written.
@@ -57,7 +57,7 @@ class Journal:
             ) from None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Appends a row and writes it to the operating system at once, so that it survives a crash of the process."""
+        """Appends a row and hands it to the operating system at once: it survives a crash of the process."""
         row = {"kind": kind, "step": step, "time": iso_time(time.time()), **values}
         self._unwritten += json.dumps(row).encode() + b"\n"
         self._write_out()
@@ -83,16 +83,16 @@ class Journal:
 
 
 def read_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> list[JournalRow]:
-    """The rows of a run's journal in order; skips a partial last line, and damaged lines with a warning.
+    """Reads the rows of a run's journal in order; skips a partial last line, and damaged lines with a warning.
 
-    Rows of other kinds than the one, or those, that are asked for are not parsed: steps are nearly all, and there may
-    be millions. A kind that ends in "/" stands for all that begin with it.
+    Only rows of the kinds in `kind` are parsed: nearly all rows are steps, and there may be millions. A kind that ends
+    in "/" stands for all kinds that begin with it.
     """
     return list(iterate_rows(run_dir, kind=kind))
 
 
 def iterate_rows(run_dir: str | Path, *, kind: str | Collection[str] | None = None) -> Iterator[JournalRow]:
-    """Yields the rows of `read_rows` one by one: a million of them take a gigabyte. The warning comes at the end."""
+    """Yields the rows of `read_rows` one by one, since a million rows take a gigabyte. The warning comes at the end."""
     path, damaged = Path(run_dir) / NAME, list[str]()
     kinds = {kind} if isinstance(kind, str) else kind
     wanted = (b"",) if kinds is None else tuple(_BEGIN + each.encode() + b'"' * (each[-1] != "/") for each in kinds)
@@ -120,7 +120,7 @@ def _whole(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _truncate(path: Path, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None]) -> None:
-    """Removes the rows of later steps. A damaged line is kept: it must not keep a run from resuming."""
+    """Removes the rows of later steps. Damaged lines are kept, and do not prevent a resume."""
     if not path.exists():
         return
     removed = SumsByAttempt()
@@ -144,10 +144,10 @@ def _truncate(path: Path, from_step: int, on_removed: Callable[[Sequence[TimeSum
 
 
 def _bytes_until(file: BinaryIO, step: int) -> int:
-    """Size of the beginning of a journal that has no row of a later step: up to a row of a step that is not later.
+    """Finds the size of a journal's beginning that ends at the last row of a step up to `step`.
 
-    The search begins at the end, where it is: the rows of millions of steps need not be parsed for the last of them.
-    Rows of steps are in order, and no event is written before the steps that come before its own.
+    The search begins at the end of the file, near that row: it need not parse the rows of millions of steps. Rows of
+    steps are in order, and an event's row comes after the rows of all earlier steps.
     """
     total = size = file.seek(0, os.SEEK_END)
     size = min(size, _TAIL)
@@ -166,13 +166,13 @@ def _bytes_until(file: BinaryIO, step: int) -> int:
 
 
 def _row(line: bytes) -> JournalRow | None:
-    """The row of a line; None if the line is damaged."""
+    """Parses the row of a line; None if the line is damaged."""
     row = json_row(line)
     return row if row is not None and "kind" in row and isinstance(row.get("step"), int) else None
 
 
 def newest_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, JournalRow]:
-    """Task -> its figures, with their step, of the newest of its rows in a journal."""
+    """Returns task -> figures and step of the task's newest row in a journal."""
     left_out = ("kind", "time", "seconds")
     return {
         str(row["kind"]).removeprefix(TASK): {key: value for key, value in row.items() if key not in left_out}

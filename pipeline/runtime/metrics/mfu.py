@@ -1,7 +1,7 @@
 """Model FLOPs utilization (MFU), and the peak FLOP/s of devices.
 
-Peaks are dense bf16 tensor-core rates of the machines of `pipeline.runtime.machines`, from the makers' data sheets. For
-a device that is not among them, and for a CPU, no MFU is reported.
+Peaks are dense bf16 tensor-core rates of the machines of `pipeline.runtime.machines`, from the makers' data sheets.
+There is no MFU for other devices and for CPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pipeline.runtime.machines.known import machine_of_device
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float, devices: int = 1) -> float:
-    """Model FLOPs utilization, a fraction: the FLOP/s that the model needs over the peak of the devices.
+    """Computes model FLOPs utilization, a fraction: the model's FLOP/s divided by the peak of the devices.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B. Recomputed activations do not count.
 
@@ -24,9 +24,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float, devices:
 
 
 def peak_flops(device_name: str, *, bf16: bool) -> float | None:
-    """Peak FLOP/s of a device by the name that torch reports, or None if unknown.
+    """Returns a device's peak FLOP/s by the name that torch reports; None if unknown.
 
-    Only bf16 has an entry: whether an fp32 run uses tensor cores depends on settings that the name does not show.
+    Only bf16 has a peak: whether an fp32 run uses tensor cores depends on settings that the name does not show.
     """
     if not bf16:
         return None

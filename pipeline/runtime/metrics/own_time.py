@@ -1,13 +1,13 @@
-"""A rank's own time per step: the time of its own work, without waiting for other ranks. For straggler detection.
+"""A rank's own time per step: the time of its own work, without waits for other ranks, for straggler detection.
 
-Synchronous ranks all take equally long for a step, since fast ones wait in collectives: with ZeRO-3, tensor and context
-parallelism in every layer. So step times do not show a straggler; the part of a step in which a rank does not wait
-does. Three clocks, none of which covers everything:
+Synchronous ranks all take equally long for a step, since fast ranks wait in collectives: with ZeRO-3, tensor and
+context parallelism in every layer. So step times do not show a straggler; only the part of a step in which a rank does
+not wait shows it. There are three clocks, none of which covers everything:
 
-- host: one profiled step, without the times in which communication is in flight and no operator runs. Shows what slows
-  the host down: a slow or shared core, a process or virtual machine that is suspended now and then;
-- cores: CPU time of the main thread and its time in the run queue, median of all steps. Also shows that a rank is
-  scheduled late after each message. Not used with a GPU, since waiting for one spins on a core;
+- host: one profiled step, without the time in which communication is in flight and no operator runs. It shows what
+  slows the host down: a slow or shared core, a process or virtual machine that is suspended now and then;
+- cores: CPU time of the main thread and its time in the run queue, median of all steps. It also shows a rank that is
+  scheduled late after each message. It is not used with a GPU, since waiting for a GPU spins on a core;
 - kernels: the GPU's kernels and copies in the profiled step, without NCCL's.
 
 A rank's own time is the longest of the three.
@@ -36,7 +36,7 @@ _STEP = "headrace::step"
 
 
 class Span(NamedTuple):
-    """A profiled span. A tuple, since there are thousands and a dataclass takes four times as long to create.
+    """A profiled span. It is a tuple: there are thousands, and a dataclass takes four times as long to create.
 
     Attributes:
         name: name of an operator or a kernel.
@@ -58,13 +58,13 @@ def profiled(*, gpu: bool) -> Iterator[list[Span]]:
     """Profiles the block and fills the list with its spans; leaves it empty if another profiler is active.
 
     Args:
-        gpu: also record GPU kernels.
+        gpu: whether to record GPU kernels, too.
     """
     found: list[Span] = []
     if torch.autograd._profiler_enabled():  # a second, concurrent profiler ends in a segmentation fault
         yield found
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs to stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs to stderr when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     profiler = profile(activities=activities)  # acc_events=True would cost ten times as much
     profiler.start()
@@ -83,10 +83,10 @@ def _spans(profiler: profile) -> list[Span]:
 
 
 def host_seconds(spans: Iterable[Span]) -> float:
-    """Seconds of the step in which the host did not wait; 0 if no step was profiled.
+    """Sums the seconds of the step in which the host did not wait; 0 if no step was profiled.
 
     The host waits while communication or a driver call is in flight and no thread is inside an operator that does not
-    communicate. Python code beside a message that is sent in the background counts as waiting, too.
+    communicate. Python code that runs during a background message counts as waiting, too.
     """
     threads: dict[int, list[_Timed]] = defaultdict(list)
     waits: list[tuple[int, int]] = []
@@ -109,7 +109,7 @@ _NOTHING, _WORK, _CALL, _MESSAGE = range(4)
 """Kinds of spans: a call blocks its thread; a message is in flight, whichever thread it is listed in."""
 
 
-@lru_cache(maxsize=4096)  # thousands of spans have some hundred names
+@lru_cache(maxsize=4096)  # thousands of spans have only some hundred names
 def _meaning(name: str, kind: str) -> int:
     space, found, rest = name.partition("::")
     if name.startswith(_MESSAGES):
@@ -120,7 +120,7 @@ def _meaning(name: str, kind: str) -> int:
 
 
 def _works(spans: list[_Timed]) -> Iterator[tuple[int, int]]:
-    """Intervals in which a thread works: inside an operator, but not in a collective or driver call within it."""
+    """Yields intervals in which a thread works: in an operator, but not in a collective or driver call inside it."""
     around: list[tuple[int, bool]] = [(1 << 63, False)]
     at = 0
     for start, minus_end, is_work in sorted(spans):
@@ -140,7 +140,7 @@ def _works(spans: list[_Timed]) -> Iterator[tuple[int, int]]:
 
 
 def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
-    """Total time, in ns, with a wait and no work."""
+    """Sums the time with a wait and no work, in ns."""
     marks = [mark for start, end in waits for mark in ((start, 1, 0), (end, -1, 0))]
     marks += [mark for start, end in works for mark in ((start, 0, 1), (end, 0, -1))]
     total = last = waiting = working = 0
@@ -152,13 +152,13 @@ def _outside(waits: list[tuple[int, int]], works: list[tuple[int, int]]) -> int:
 
 
 def kernel_seconds(spans: Iterable[Span]) -> float:
-    """Seconds of GPU kernels, copies and fills, without NCCL's, summed over streams."""
+    """Sums the seconds of GPU kernels, copies and fills over streams, without NCCL's."""
     own = (s for s in spans if s.kind in ("kernel", "gpu_memcpy", "gpu_memset") and not s.name.startswith("nccl"))
     return sum(span.end - span.start for span in own) / 1e9
 
 
 class CoreClock:
-    """Time the creating thread has been running or in the run queue.
+    """Clock of the creating thread's time on a core or in the run queue.
 
     Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat. Without that file, CPU time alone.
     """
@@ -170,7 +170,7 @@ class CoreClock:
             self._file = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
 
     def seconds(self) -> float:
-        """Seconds since the thread started."""
+        """Returns the seconds since the thread started."""
         if self._file is None:
             return time.thread_time()
         self._file.seek(0)

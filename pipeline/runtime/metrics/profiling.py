@@ -1,4 +1,4 @@
-"""Profile of some steps of a run: a trace of operators and kernels, on a GPU a snapshot of its memory as well."""
+"""Profile of some steps of a run: a trace of operators and kernels and, on a GPU, a memory snapshot."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ FOLDER = "profile"
 _OPEN_TRACE = "open it in https://ui.perfetto.dev or chrome://tracing"
 _OPEN_MEMORY = "open it in https://docs.pytorch.org/memory_viz"
 _MEMORY_EVENTS = 1_000_000
-"""Allocations and frees that a memory snapshot keeps, the newest; each has the Python stack it came from."""
+"""Number of newest allocations and frees that a memory snapshot keeps; each has its Python stack."""
 
 
 class StepProfiler:
-    """Profiles the steps that the config names, on the ranks it names, and writes the result into the run's directory.
+    """Profiles the steps and ranks that the config names, and writes the result into the run's directory.
 
-    The recorded steps are written as well when the run ends within them: by a stop signal, or by an error such as
-    a device that is out of memory. As a context manager around the training.
+    The recorded steps are also written when the run ends within them, by a stop signal or an error such as a device
+    that is out of memory. It is a context manager around the training.
 
     Args:
         section: profile section of the config; None for no profile.
         run_dir: the run's directory.
         rank: global rank of this process.
-        gpu: whether it computes on a GPU.
+        gpu: whether this process computes on a GPU.
         say: prints a line on rank 0.
     """
 
@@ -52,7 +52,7 @@ class StepProfiler:
             self._write()
 
     def begin(self, step: int) -> None:
-        """Starts to record where the profile begins with this step; to be called before each."""
+        """Starts to record if the profile begins with this step; call it before each step."""
         section = self._section
         if section is None or not section.steps[0] <= step <= section.steps[1]:
             return
@@ -67,15 +67,15 @@ class StepProfiler:
             yield
 
     def begins_with(self, step: int) -> bool:
-        """Whether the profile begins with this step."""
+        """Tells whether the profile begins with this step."""
         return self._section is not None and step == self._section.steps[0]
 
     def ends_with(self, step: int) -> bool:
-        """Whether the profile ends with this step."""
+        """Tells whether the profile ends with this step."""
         return self._section is not None and step == self._section.steps[1]
 
     def finish(self, step: int) -> None:
-        """Writes the profile where it ends with this step; to be called after each."""
+        """Writes the profile if it ends with this step; call it after each step."""
         if not self.ends_with(step) or not self._first:
             return
         assert self._section is not None
@@ -97,7 +97,7 @@ class StepProfiler:
         self._profiler.start()
 
     def _write(self) -> None:
-        """Stops to record and writes the files; a full disk is a warning. Each file appears when it is whole."""
+        """Stops recording and writes the files; a full disk is a warning. A file appears only when it is complete."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
         profiler.stop()  # waits for the GPU
@@ -119,7 +119,7 @@ class StepProfiler:
 
 
 def _replace(path: Path, write: Callable[[str], None]) -> None:
-    """Writes a file beside its place, and moves it there. torch tells the compression from the end of the name."""
+    """Writes a temporary file and moves it into place. It keeps the suffix, from which torch tells the compression."""
     partial = path.with_name(f".partial-{path.name}")
     write(str(partial))
     partial.replace(path)

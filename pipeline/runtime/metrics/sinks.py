@@ -1,4 +1,4 @@
-"""Sinks of the metrics of a run: `metrics.jsonl`, W&B and any other service, written to as one."""
+"""Sinks of the metrics of a run: `metrics.jsonl`, W&B and any other service, behind one interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JournalRow = dict[str, Any]
 """A row of a journal: of `metrics.jsonl`, `attempts.jsonl` or `faults.jsonl`."""
 
 HELD_OUT, TASK = "eval", "task/"
-"""Kind of the rows of held-out evaluations; prefix of the kind of a task's rows, which its name follows."""
+"""Kind of the rows of held-out evaluations; prefix of the kind of a task's rows, before the task's name."""
 
 _Row = tuple[str, int, JournalRow]
 """Kind, step and values."""
@@ -27,10 +27,10 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All sinks of this rank, each written to by a thread: a file system or a service may take seconds.
+    """All sinks of this rank. A thread writes to each, since a file system or a service may take seconds.
 
-    Every rank but rank 0 has none. A sink gets its rows in order, at once unless it is slow; it does not wait for
-    another. Close it before its sinks are closed.
+    Every rank but rank 0 has none. A sink gets its rows in order, at once unless it is slow, and does not wait for
+    other sinks. Close this object before its sinks.
 
     Args:
         sinks: sinks that get every row.
@@ -43,7 +43,7 @@ class Sinks:
         """Hands a row to every sink.
 
         Raises:
-            Exception: error of a sink at an earlier row.
+            Exception: a sink failed at an earlier row.
         """
         for thread in self._threads:
             thread.raise_error()
@@ -54,10 +54,10 @@ class Sinks:
         self.write("event", step, **values)
 
     def flush(self) -> None:
-        """Returns when every sink has the rows so far.
+        """Waits until every sink has the rows so far.
 
         Raises:
-            Exception: error of a sink.
+            Exception: a sink failed.
         """
         for thread in self._threads:
             thread.rows.join()

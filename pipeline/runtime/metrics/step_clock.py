@@ -1,4 +1,4 @@
-"""Wall-clock time of a step: from the report of the step before to its own. No framework here."""
+"""Wall-clock time of a step, from the previous step's report to its own. Imports no framework."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class StepCost:
     """Time, speed and memory of a step.
 
     Attributes:
-        seconds: seconds from the report of the step before to that of this one, without checkpoints and evaluations.
-        data_wait_seconds: seconds of these spent waiting for the batch.
+        seconds: seconds from the previous step's report to this step's, without checkpoints and evaluations.
+        data_wait_seconds: part of `seconds` spent waiting for the batch.
         tokens_per_second: tokens per second over all ranks.
         mfu: model FLOPs utilization, a fraction; None where the device's peak is not known.
-        memory: peak memory in bytes by name, see `PeakMemory`; the largest of all ranks.
+        memory: peak memory in bytes by name (`PeakMemory`), the largest of all ranks.
     """
 
     seconds: float
@@ -32,14 +32,14 @@ class StepCost:
     memory: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> JournalRow:
-        """Values of a row of metrics."""
+        """Returns the values for a row of metrics."""
         times = {"seconds": self.seconds, "data_wait_seconds": self.data_wait_seconds}
         speed = {"tokens_per_second": self.tokens_per_second, **({"mfu": self.mfu} if self.mfu else {})}
         return {**times, **speed, **self.memory}
 
 
 class StepClock:
-    """Measures steps from report to report, so that work that a device does after the host has gone on is counted.
+    """Measures steps from report to report, which includes device work that continues after the host has gone on.
 
     A clock that starts and stops with a step misses an update that runs on the device until the next step begins.
     """
@@ -52,7 +52,7 @@ class StepClock:
         """Seconds of the last lap."""
 
     def timed(self, steps: Iterable[T]) -> Iterator[T]:
-        """Passes steps on and measures how long each is waited for. The first step begins when it is asked for."""
+        """Passes steps on and measures the wait for each. The first step begins when it is requested."""
         coming = iter(steps)
         self._mark, self._excluded, self._waited = time.perf_counter(), 0.0, 0.0
         while True:
@@ -77,7 +77,7 @@ class StepClock:
                 self._excluded += time.perf_counter() - started
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the lap before, without what was excluded; and of these the wait for the batch."""
+        """Returns the seconds since the last lap, without excluded time, and the part spent waiting for the batch."""
         now = time.perf_counter()
         seconds, waited = now - self._mark - self._excluded, self._waited
         self._mark, self._excluded, self._waited, self.last_lap = now, 0.0, 0.0, seconds
@@ -103,7 +103,7 @@ class Stopwatch:
                 self._seconds += time.perf_counter() - self._since
 
     def take(self) -> float:
-        """Seconds since the last call, an unended block included."""
+        """Returns the seconds since the last call, including a block that has not ended."""
         if self._depth:
             now = time.perf_counter()
             self._seconds, self._since = self._seconds + now - self._since, now

@@ -27,32 +27,33 @@ from pipeline.runtime.metrics.sinks import JournalRow
 
 T = TypeVar("T")
 _HISTORY = 10
-"""Reports from which the variation of own times is estimated."""
+"""Number of reports from which the variation of own times is estimated."""
 _MIN_REPORTS = 3
-"""Reports before any rank is named: with fewer the variation is unknown."""
+"""Number of reports before any rank is named: with fewer reports the variation is unknown."""
 _USUAL = 5
-"""Newest reports whose median is a rank's usual own time."""
+"""Number of newest reports whose median is a rank's usual own time."""
 _LISTED_RANKS = 3
-"""Ranks that a row of the journal lists, slowest first."""
+"""Number of ranks that a row of the journal lists, slowest first."""
 _MAX_REPORT_S, _MAX_SHARE = 5.0, 0.005
 """Limits of the cost of a report, in seconds and as a share of the time; if both are exceeded, reports become rarer. A
-profile takes 5 to 10 us and 2 KB per span, of which an operator has one or a few: 10 s and 2 GB on each rank for a
-million of them (80 layers, 64 micro-batches)."""
+profile takes 5 to 10 us and 2 KB per span, and an operator has one or a few spans: a million spans (80 layers, 64
+micro-batches) take 10 s and 2 GB on each rank."""
 _SPANS, _SPAN_S = 200, 10e-6
-"""Spans of a decoder layer and micro-batch, forward and backward, and seconds each: from that million."""
+"""Number of spans of a decoder layer and micro-batch, forward and backward, and seconds per span; derived from these
+figures."""
 _AUTO_EVERY, _AUTO_MAX_S = 100, 2.0
-"""Steps between reports where `stragglers.every` is auto, and seconds of a report above which there are none."""
+"""Steps between reports if `stragglers.every` is auto, and seconds of a report above which there are no reports."""
 
 
 @dataclass(frozen=True)
 class OwnTime:
-    """A rank's own time per step, in seconds. A clock that was not read is 0; see `own_time`.
+    """A rank's own time per step, in seconds. A clock that was not read is 0 (clocks: `own_time`).
 
     Attributes:
         host: seconds of the profiled step in which the host did not wait.
-        cores: seconds on a core or in its run queue, median of the steps since the report before.
+        cores: seconds on a core or in its run queue, median of the steps since the last report.
         kernels: seconds of GPU kernels in the profiled step.
-        loading: seconds of waiting for the data loader, mean per step since the report before.
+        loading: seconds of waiting for the data loader, mean per step since the last report.
     """
 
     host: float
@@ -62,7 +63,7 @@ class OwnTime:
 
     @property
     def seconds(self) -> float:
-        """The total, or 0 if no clock was read. The clocks overlap; loading comes before them."""
+        """The longest clock plus loading, or 0 if no clock was read. The clocks overlap; loading precedes them."""
         longest = max(self.host, self.cores, self.kernels)
         return longest and longest + self.loading
 
@@ -74,11 +75,11 @@ class StragglerReport:
     Attributes:
         times: own times by rank.
         ratios: own time / median of the peers' own times, by rank.
-        named: new stragglers: ranks found slow that were not in the report before.
+        named: new stragglers: ranks found slow that the last report did not name.
         hosts: host names by rank.
-        wait: seconds per step in which ranks wait for the slowest one, see `StragglerDetector.wait_seconds`.
-        seconds: time that profiling took on the rank where it took longest.
-        every: new number of steps between reports, if it has just changed.
+        wait: seconds per step in which ranks wait for the slowest rank (`StragglerDetector.wait_seconds`).
+        seconds: seconds of profiling, the largest of all ranks.
+        every: new number of steps between reports if it has just changed; None otherwise.
     """
 
     times: Sequence[OwnTime]
@@ -90,7 +91,7 @@ class StragglerReport:
     every: int | None = None
 
     def row(self) -> JournalRow:
-        """Values of an event in the journal."""
+        """Returns the values of an event in the journal."""
         seconds = [each.seconds for each in self.times]
         slowest = sorted(range(len(seconds)), key=lambda rank: -self.ratios[rank])[:_LISTED_RANKS]
         return {
@@ -100,7 +101,7 @@ class StragglerReport:
         }
 
     def lines(self) -> list[str]:
-        """Warnings: one for each new straggler, and one if reports become less frequent."""
+        """Returns the warnings: one for each new straggler, and one if reports become less frequent."""
         rarer = f"a straggler report takes {self.seconds:.1f} s: from now on there is one every {self.every} steps"
         return [
             f"warning: straggler: rank {rank} on {self.hosts[rank]} takes {self.ratios[rank]:.2f} times the median of"
@@ -115,12 +116,12 @@ class StragglerReport:
 
 
 def peers_of(topology: Topology) -> list[Hashable]:
-    """For every rank the key of its peer group: ranks with equal keys do the same work."""
+    """Returns the key of every rank's peer group: ranks with equal keys do the same work."""
     return [topology.coordinates(rank)["pp"] for rank in range(topology.world_size)]
 
 
 def report_seconds(topology: Topology, batch: BatchSizes, *, layers: int) -> float:
-    """Estimated cost of one report on each rank, in seconds: its profile has spans of every operator of a step.
+    """Estimates the seconds that one report costs each rank: its profile has spans of every operator of a step.
 
     Args:
         topology: the mesh.
@@ -131,7 +132,7 @@ def report_seconds(topology: Topology, batch: BatchSizes, *, layers: int) -> flo
 
 
 def report_interval(section: StragglersSection, *, seconds: float) -> int | None:
-    """Steps between reports of so many seconds; None for no reports. "auto": none where one takes over two seconds."""
+    """Chooses the steps between reports; None for no reports. "auto" makes none where one takes over two seconds."""
     if section.every == "auto":
         return _AUTO_EVERY if seconds <= _AUTO_MAX_S else None
     return section.every
@@ -141,9 +142,9 @@ class Stragglers:
     """Measures this rank's own time, and gathers the measurements of all ranks.
 
     Args:
-        threshold: from the section `stragglers`.
-        every: steps between reports, from `report_interval`; None for none.
-        peers: from `peers_of`.
+        threshold: threshold from the section `stragglers`.
+        every: steps between reports, from `report_interval`; None for no reports.
+        peers: key of every rank's peer group, from `peers_of`.
         rank: this process's global rank.
         gpu: whether it computes on a GPU.
     """
@@ -175,7 +176,7 @@ class Stragglers:
             yield step
 
     def profiles(self, step: int) -> bool:
-        """Whether a step is profiled; the same on all ranks."""
+        """Tells whether a step is profiled; the same on all ranks."""
         return self._every is not None and step % self._every == 0
 
     @contextmanager
@@ -196,7 +197,7 @@ class Stragglers:
                 self._cores.append(self._clock.seconds() - started)
 
     def report(self, step: int) -> StragglerReport | None:
-        """Gathers and evaluates own times at report steps. Collective. None at other steps and on ranks > 0."""
+        """Gathers and evaluates own times at report steps. Collective. Returns None at other steps and on ranks > 0."""
         if self._every is None or step % self._every:
             return None
         cores = statistics.median(self._cores) if self._cores else 0.0
@@ -209,7 +210,7 @@ class Stragglers:
         if not self._hosts:
             self._hosts = [""] * len(found)
             dist.all_gather_object(self._hosts, socket.gethostname())
-        cost, share = (max(float(each[place]) for each in found) for place in (0, 1))  # the same decision on all ranks
+        cost, share = (max(float(each[place]) for each in found) for place in (0, 1))  # equal on all ranks
         rarer = cost > _MAX_REPORT_S and share > _MAX_SHARE
         if rarer:
             self._every *= 2
@@ -224,14 +225,14 @@ class Stragglers:
 class StragglerDetector:
     """Finds stragglers in a sequence of reports.
 
-    A straggler takes longer than its peers in two reports in a row: by `threshold`, and by twice the variation of own
+    In two reports in a row, a straggler's own time exceeds its peers' by `threshold` and by twice the variation of own
     times between reports (the median of their absolute logarithmic differences, times 1.4826 as for a normal
-    distribution: Rousseeuw and Croux 1993, Alternatives to the Median Absolute Deviation). On shared cores a step of
-    milliseconds may take a fifth longer than the one before, and a rank has to be slower than that.
+    distribution: Rousseeuw and Croux 1993, Alternatives to the Median Absolute Deviation). The variation counts
+    because, on shared cores, a step of milliseconds may take a fifth longer than the step before.
 
     Args:
         peers: key of every rank's peer group, from `peers_of`.
-        threshold: 0.1 is 10 %.
+        threshold: relative slowness to report; 0.1 is 10 %.
     """
 
     def __init__(self, peers: Sequence[Hashable], *, threshold: float) -> None:
@@ -242,14 +243,14 @@ class StragglerDetector:
         self._named: set[int] = set()
 
     def update(self, seconds: Sequence[float]) -> tuple[list[float], list[int]]:
-        """Adds a report.
+        """Adds a report and finds new stragglers.
 
         Args:
             seconds: every rank's own time; 0 if it could not be measured.
 
         Returns:
-            every rank's ratio to the median of its peers (the lower one of two, so that two peers can be compared), and
-            the new stragglers: ranks that are found slow now and were not in the report before.
+            every rank's ratio to the median of its peers (the lower median: of two peers, the faster), and the new
+            stragglers: ranks that are found slow now but were not in the last report.
         """
         self._reports.append(seconds)
         ratios = self._ratios(seconds)
@@ -261,9 +262,9 @@ class StragglerDetector:
         return ratios, new
 
     def wait_seconds(self) -> float:
-        """Seconds per step in which ranks wait for the slowest one, estimated: its own time less its peers' median.
+        """Estimates seconds per step of waiting for the slowest rank: its own time minus its peers' median.
 
-        Each rank's own time is its median over the newest reports, since a single step may be slow on any rank.
+        Each rank's own time is the median of its newest reports, since any rank may have a single slow step.
         """
         if not self._reports:
             return 0.0
@@ -281,7 +282,7 @@ class StragglerDetector:
         return [own / medians[peers] if medians[peers] > 0 else 1.0 for peers, own in pairs]
 
     def _spread(self) -> float:
-        """Robust relative variation of a rank's own time between reports."""
+        """Estimates robustly the relative variation of a rank's own time between reports."""
         pairs = (pair for before, after in pairwise(self._reports) for pair in zip(before, after, strict=True))
         steps = [abs(math.log(b / a)) for a, b in pairs if a > 0 and b > 0]
         return 1.4826 * statistics.median(steps) if steps else 0.0

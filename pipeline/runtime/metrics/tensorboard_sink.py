@@ -12,14 +12,14 @@ from foundation.errors import ConfigError
 from pipeline.config.sections.deepspeed import TensorBoardSection
 
 _STARTS = ("started", "resumed", "rollback")
-"""Events after which steps begin; steps after them that were logged before are of an abandoned course of the run."""
+"""Events after which steps begin; later steps that were logged before belong to an abandoned part of the run."""
 
 
 def check_tensorboard(section: TensorBoardSection) -> None:
     """Refuses a config that enables TensorBoard where the package is missing.
 
     Raises:
-        ConfigError: names the pip command.
+        ConfigError: the package is missing; the error names the pip command.
     """
     if section.enabled and find_spec("tensorboard") is None:
         remedy = "pip install tensorboard (or headrace[tensorboard]), or set tensorboard.enabled to false"
@@ -27,16 +27,16 @@ def check_tensorboard(section: TensorBoardSection) -> None:
 
 
 def log_dir(section: TensorBoardSection, *, run_dir: str) -> Path:
-    """Directory of the event files: output_path/job_name, as DeepSpeed; by default within the run's directory."""
+    """Returns the event files' directory: output_path/job_name, as in DeepSpeed; by default in the run's directory."""
     path = Path(run_dir)
     return Path(section.output_path or path / "tensorboard") / (section.job_name or path.name)
 
 
 class TensorBoardSink:
-    """Writes rows as scalars: steps' rows under their own names, others as `eval/loss`, no events.
+    """Writes rows as scalars: steps under the values' names, others with their kind, as `eval/loss`; no events.
 
-    A resumed run, or one after a rollback, continues in the same directory: TensorBoard then hides what was logged for
-    later steps before. A failure to write is a warning, once: training continues, and metrics.jsonl has all rows.
+    A resumed run, or one after a rollback, continues in the same directory: TensorBoard then hides values logged
+    earlier for later steps. A failure to write gives one warning: training continues, and metrics.jsonl has all rows.
 
     Args:
         section: the config's `tensorboard`.
@@ -53,7 +53,7 @@ class TensorBoardSink:
         self._warned = False
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Logs the numbers of a row at its step; hands them to the operating system at once."""
+        """Logs the numbers of a row at its step, and hands them to the operating system at once."""
         if kind == "event":
             if values.get("event") in _STARTS:
                 self._try(lambda: self._open(step))
@@ -84,7 +84,7 @@ class TensorBoardSink:
     def _try(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # a full disk, or an error that its writer thread had before
+        except Exception as error:  # a full disk, or an earlier error of the writer thread
             if not self._warned:
                 text = f"TensorBoard event files in {self._log_dir} cannot be written ({error!r})"
                 print(f"warning: {text}: rows are in metrics.jsonl only", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Sums over rows of `metrics.jsonl`, in seconds by purpose, for each attempt of a run."""
+"""Sums over rows of `metrics.jsonl`: seconds by category, for each attempt of a run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BEGINS = frozenset({"started", "resumed"})
 
 @dataclass
 class TimeSums:
-    """Sums over rows of one attempt. All but the two times are in seconds, or counts.
+    """Sums over the rows of one attempt.
 
     Attributes:
         since, until: times of the first and the last row, since the epoch; None without rows.
         steps: number of steps.
         step_s: seconds of the steps, from report to report, without checkpoints and evaluations.
-        data_wait_s: seconds of these in which rank 0 waited for a batch.
-        compile_s: seconds of these spent compiling (rows `compiled`).
+        data_wait_s: part of `step_s` in which rank 0 waited for a batch.
+        compile_s: part of `step_s` spent compiling (rows `compiled`).
         evaluation_s: seconds of held-out evaluations and tasks.
         checkpoint_s: seconds in which training waited for checkpoints.
         exchange_s: seconds of exchanges between islands.
@@ -44,10 +44,10 @@ class TimeSums:
 
     @property
     def straggler_s(self) -> float:
-        """Seconds of the steps in which ranks waited for slower ones; estimated.
+        """Estimated seconds of the steps in which ranks waited for slower ranks.
 
-        Each straggler report's wait per step counts for the steps since the report before, and the last one's also for
-        the steps after it; never more than those steps took without their wait for data.
+        A straggler report's wait per step counts for the steps since the previous report; the last report's wait also
+        counts for the steps after it. It never exceeds the duration of these steps without their data wait.
         """
         return self._straggler_s + min(self._wait_s * self._unreported, self._unreported_s)
 
@@ -65,7 +65,7 @@ class TimeSums:
             self._add_event(str(row.get("event")), row, seconds)
 
     def lost(self) -> dict[str, float | int]:
-        """Fields of an event `lost`, as `LostSteps` reads them."""
+        """Returns the fields of an event `lost`, which `LostSteps` reads."""
         names = ("evaluation_s", "checkpoint_s", "exchange_s", "compile_s")
         other = {f"{name.removesuffix('_s')}_seconds": getattr(self, name) for name in names if getattr(self, name)}
         return {"steps": self.steps, "seconds": self.step_s, **other}
@@ -93,7 +93,7 @@ class TimeSums:
 
 
 class SumsByAttempt:
-    """Sums of growing metrics, one for each attempt that has rows: they begin with an event `started` or `resumed`."""
+    """Sums of growing metrics for each attempt that has rows; an event `started` or `resumed` begins an attempt."""
 
     def __init__(self) -> None:
         self.parts: list[TimeSums] = []
@@ -106,6 +106,6 @@ class SumsByAttempt:
 
 
 def _number(row: Mapping[str, Any], key: str) -> float:
-    """A number of a row; 0 where it is none, as a straggler report's `seconds`, or is missing."""
+    """Returns a number of a row; 0 where it is missing or not a number, as in a straggler report's `seconds`."""
     value = row.get(key, 0.0)
     return float(value) if isinstance(value, int | float) else 0.0

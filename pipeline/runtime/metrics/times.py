@@ -1,4 +1,4 @@
-"""Times of the journals: seconds since the epoch, and the same in ISO 8601."""
+"""Times of the journals, as seconds since the epoch and in ISO 8601."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 
 
 def iso_time(seconds: float) -> str:
-    """Seconds since the epoch in ISO 8601: UTC, with milliseconds."""
+    """Formats seconds since the epoch in ISO 8601: UTC, with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def seconds_of(text: object) -> float | None:
-    """Seconds since the epoch of a time in ISO 8601, or of a number; None for anything else."""
+    """Converts an ISO 8601 time, or a number, to seconds since the epoch; returns None for any other value."""
     if isinstance(text, int | float):
         return float(text)
     try:
@@ -21,7 +21,7 @@ def seconds_of(text: object) -> float | None:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as H:MM:SS, with days from one on."""
+    """Formats seconds as H:MM:SS, with days if over a day."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""Weights & Biases sink, when the config enables it. Without a login it records offline, in the run's directory."""
+"""Weights & Biases sink, when the config enables it. Without a login, W&B records offline, in the run's directory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from pipeline.config.sections.deepspeed import WandbSection
 
 STEP = "train_step"
-"""The x axis of all W&B charts. W&B's own step only grows; it is that of the run until a rollback, or until
-two rows of one step have a name in common, after which it is ahead. So a run that is killed and resumed offline, where
-W&B knows nothing of its rows before, goes on from there.
+"""The x axis of all W&B charts. W&B's own step can only grow. It equals the run's step until a rollback, or until two
+rows of one step share a name; after that it is ahead. So a run that is killed and resumed offline, where W&B does not
+know the earlier rows, continues at its own step.
 """
 
 
 class WandbSink:
     """Logs rows to W&B under the run's name; a resumed run continues the same W&B run.
 
-    A later failure is a warning, once: training continues without W&B.
+    A later failure gives one warning: training continues without W&B.
 
     Args:
         section: the config's `wandb`.
@@ -59,9 +59,9 @@ class WandbSink:
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind.
 
-        A row of an earlier step (a rollback, a checkpoint written in the background) joins that of the newest step: W&B
-        would drop it. Its own step is in `KIND/step`. Of two values of one name and step W&B keeps the last, so the
-        second gets a W&B step of its own.
+        W&B would drop a row of an earlier step (a rollback, a checkpoint written in the background), so it joins the
+        row of the newest step, with its own step in `KIND/step`. For two values with one name and step W&B keeps only
+        the last, so the second value gets a W&B step of its own.
         """
         prefix = "" if kind == "step" else f"{kind}/"
         numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
@@ -86,7 +86,7 @@ class WandbSink:
     def _try(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # wandb's own errors, and those of the connection to its process
+        except Exception as error:  # wandb's own errors, and errors of the connection to its process
             if not self._warned:
                 text = f"W&B cannot be reached ({error!r}): rows are in metrics.jsonl only"
                 print(f"warning: {text}", file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ class WandbSink:
 
 
 def _own_id(run_dir: Path) -> str:
-    """A random id, stored in the run's directory: runs of the same name stay apart, and a resumed run keeps its id."""
+    """Returns a random id kept in the run's directory: runs of one name stay apart, a resumed run keeps its id."""
     path = run_dir / ".wandb-id"
     if not path.exists():
         path.write_text(secrets.token_hex(8))

@@ -52,6 +52,7 @@ def own_memory(shm: Path) -> list[str]:
     return command
 
 
+@pytest.mark.sweep
 def test_a_lost_rank_costs_no_file_and_a_lost_host_only_its_own(hosts: Hosts, shm: Path) -> None:
     for name in ("a", "b"):
         hosts.start(name, before=own_memory(shm))

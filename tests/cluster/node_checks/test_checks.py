@@ -152,7 +152,9 @@ runpy.run_module("pipeline.cluster.node_checks", run_name="__main__")
 
 @pytest.mark.integration
 @pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements()))
-@pytest.mark.parametrize("slowed", [pytest.param("rate", marks=pytest.mark.sweep), "cut", "none"])
+@pytest.mark.parametrize(
+    "slowed", [pytest.param("rate", marks=pytest.mark.sweep), pytest.param("cut", marks=pytest.mark.sweep), "none"]
+)
 def test_the_node_with_a_slow_network_or_another_clock_is_named(tmp_path: Path, slowed: str) -> None:
     nodes = ",".join(f"n{number}=10.78.0.{number}" for number in range(1, 5))
     with hosts(tmp_path, 4) as machines:

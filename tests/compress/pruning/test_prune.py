@@ -118,7 +118,7 @@ def test_a_shape_is_measured_as_the_model_that_would_be_written(model: Path, tok
     assert measure_ratio(plan, smallest) > 0  # builds and runs it; how long it takes is the machine's affair
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_killed_run_leaves_nothing_and_the_next_gathers_no_more(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}}, consumers=["transformers"])
     plan = plan_of(tmp_path, model, tokens, target={"shape": {"hidden_size": 32}})

@@ -129,6 +129,11 @@ def test_fewer_bits_cost_more_and_every_unit_is_measured(model: Path) -> None:
     for kl in found.values():
         assert 0 < kl["W8A8"] < kl["W4A16"]
         assert 0 < kl["Q8_0"] < kl["Q4_0"]
+    one, ids = Budget(1, 0, {names[0]: QuantizedUnit((names[0],), {"Q4_0": 1})}), torch.arange(90).reshape(3, 30)
+    whole, parts = (
+        measure_units(loaded, one, each, dtype=torch.float32)[names[0]] for each in ([ids], [ids[:2], ids[2:]])
+    )
+    assert parts["Q4_0"] == pytest.approx(whole["Q4_0"], rel=1e-3)
 
 
 def test_gpt2_by_its_hub_names_is_measured_and_what_no_block_divides_is_no_choice(tokens: Path, tmp_path: Path) -> None:

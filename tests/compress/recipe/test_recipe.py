@@ -260,7 +260,7 @@ def rounds_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_work(tmp_path_factory.mktemp("rounds"), steps=40, zero_optimization={"stage": 0})
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_two_rounds_killed_between_and_within_go_on_where_they_were_and_make_nothing_twice(rounds_work: Path) -> None:
     """All processes are killed while the second pruning writes, and while the second distillation trains."""
     path, output = write_recipe(rounds_work, "killed"), rounds_work / "killed"

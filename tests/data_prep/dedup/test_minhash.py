@@ -35,7 +35,9 @@ def test_window_hashes_follow_the_formula_of_their_docstring() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("share", [0.01, 0.03, 0.08])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.01, marks=pytest.mark.sweep), 0.03, pytest.param(0.08, marks=pytest.mark.sweep)]
+)
 def test_equal_minima_estimate_the_jaccard_similarity(texts: list[str], tokenize: Tokenize, share: float) -> None:
     rng = random.Random(0)
     pairs = [(text, " ".join(w for w in text.split(" ") if rng.random() > share)) for text in texts]

@@ -50,7 +50,9 @@ def cluster() -> Iterator[RayCluster]:
             running.shutdown()
 
 
-@pytest.mark.parametrize("fault", ["its node is killed", "it hangs"])  # then speculative execution finishes it
+@pytest.mark.parametrize(
+    "fault", ["its node is killed", pytest.param("it hangs", marks=pytest.mark.sweep)]
+)  # then speculative execution finishes it
 def test_a_lost_task_changes_no_output(corpus: Corpus, cluster: RayCluster, tmp_path: Path, fault: str) -> None:
     node = cluster.add_node()
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)
@@ -67,6 +69,7 @@ def test_a_lost_task_changes_no_output(corpus: Corpus, cluster: RayCluster, tmp_
         kill_tree(node)
 
 
+@pytest.mark.sweep
 def test_a_task_killed_in_every_attempt_ends_the_job(corpus: Corpus, cluster: RayCluster, tmp_path: Path) -> None:
     """As when memory runs out: every retry would fail in the same way."""
     job = corpus.start(tmp_path / "tokens", "--executor", "ray", "--address", cluster.address)

@@ -50,6 +50,7 @@ def test_a_task_without_lines_writes_an_empty_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_memory_for_hashing_lines_does_not_grow_with_documents(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_tasks, "_BLOCK_LINES", 4096)
     (work / "a.jsonl").write_text("".join(f'{{"text": "{i:<200}"}}\n' for i in range(LINES)))

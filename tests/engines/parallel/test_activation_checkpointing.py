@@ -50,7 +50,15 @@ def passes(name: str, memory: MemorySection) -> tuple[int, dict[str, torch.Tenso
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        pytest.param("gpt2", marks=pytest.mark.sweep),
+        "mixtral",
+        pytest.param("gemma3_text", marks=pytest.mark.sweep),
+    ],
+)
 def test_gradients_do_not_change(name: str) -> None:
     _, expected, _ = passes(name, MODES["none"])
     for memory in MODES.values():

@@ -162,6 +162,7 @@ def test_a_damaged_file_is_outside_the_bound(gguf: Made, model: Path, sample: Ga
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_a_tokenizer_with_other_ids_is_refused(int8: Made, model: Path, sample: GateSample, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(int8.path, tmp_path / "copied"))
     (copied / MANIFEST).unlink()  # whose sizes would tell
@@ -197,6 +198,7 @@ def test_a_result_outside_the_bound_is_deleted_with_its_layers_named(model: Path
 @pytest.mark.usefixtures("warm_vllm")
 @pytest.mark.skipif(VLLM_PYTHON not in os.environ, reason=f"needs vLLM, whose environment's Python {VLLM_PYTHON} names")
 # of the others test_cells.py has a model each
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "scheme", ["W4A16", *(pytest.param(each, marks=pytest.mark.sweep) for each in ("W8A8", "FP8"))]
 )

@@ -124,7 +124,7 @@ def test_a_resumed_run_evaluates_what_is_missing_and_nothing_twice(run: tuple[Pa
     assert len(losses(run_dir)) == 8
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_run_killed_in_the_middle_of_an_evaluation_has_the_figures_of_one_that_was_not(
     tokens: Path, tmp_path: Path
 ) -> None:

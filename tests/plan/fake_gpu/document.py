@@ -223,8 +223,8 @@ Why rows differ from it by more than 5 %:
 _MEMORY = """Bytes on the device at the largest moment of the step, by kind, beside the formulas that
 `headrace check` prints (`pipeline/engines/sizes/memory.py`). Not in them: the allocator's fragmentation, the buffers of
 NCCL and of kernels, the CUDA context. Of DeepSpeed only the whole is shown: its flat buffers hold several kinds."""
-_HOST = """Reads of the device by the host in a step, with the function that makes them: for "waits" the host stops, the
-"deferred" ones are asked for when the next step has begun. Then copies from memory that is not page-locked. Those of
+_HOST = """Reads of the device by the host in a step, with the function that makes them. The host stops for "waits"; the
+"deferred" ones are requested when the next step has begun. Then copies from memory that is not page-locked. Those of
 `pipeline/engines/torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
 _MISSING = """Later stages of DeepSpeed's pipeline receive the shapes of their input from the stage before, which is
 not there: `AssertionError` in `deepspeed/runtime/pipe/engine.py`, `assert isinstance(self.pipe_recv_buf, tuple)`. The

@@ -61,6 +61,7 @@ def test_the_step_of_a_shipped_config_is_that_of_the_committed_table_beside_the_
 
 @NEEDS_DEVICE
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_an_architecture_that_the_formulas_do_not_know_is_executed(tokens: Path, tmp_path: Path) -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     gpt2 = {"config": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, **dropout}}

@@ -28,7 +28,13 @@ EXCHANGES = {
 }
 
 
-SWEPT = {"gate: small moments", "gate: ring attention", "gate: mixture of experts", "gate: expert parallelism"}
+SWEPT = {
+    "gate: expert parallelism beside another micro-batch",
+    "gate: small moments",
+    "gate: ring attention",
+    "gate: mixture of experts",
+    "gate: expert parallelism",
+}
 """Cells for `make sweep-tests`: what they have beside another cell is another dtype, method, or number of ranks."""
 
 

@@ -19,7 +19,7 @@ SHIPPED = [name for name, row in ROWS.items() if row.cell(0) in measured()]
 DENSE = [name for name in SHIPPED if "moe" not in name]
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_the_page_has_the_roofline_of_the_committed_kernels() -> None:
     assert list(kept()) == list(ROWS)
     text = PAGE.read_text()
@@ -87,6 +87,7 @@ def test_a_group_that_spans_nodes_has_the_adapters_of_its_ranks_in_a_node() -> N
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_the_page_of_experts_shows_what_the_planner_says() -> None:
     text = expert_page.PAGE.read_text()
     assert text == expert_page.page(text), "run: python -m tests.plan.fake_gpu.expert_page"

@@ -180,7 +180,7 @@ def _finished(runs: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_killed_ladder_goes_on_and_a_poor_fit_is_not_extrapolated(tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fields = tiny_config(tokens, run_dir, engine="reference", zero_optimization={"stage": 0})

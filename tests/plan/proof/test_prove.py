@@ -291,7 +291,7 @@ def test_a_wrong_gradient_is_refuted_however_chaotic_the_curve_is(runs: Runs) ->
     [
         pytest.param("olmo3", "sdpa", marks=pytest.mark.sweep),
         pytest.param("exaone4", "sdpa", marks=pytest.mark.sweep),
-        ("inkling_text", "eager"),
+        pytest.param("inkling_text", "eager", marks=pytest.mark.sweep),
     ],
 )
 def test_families_with_norms_after_their_layers_or_their_embedding_are_proven(

@@ -185,7 +185,7 @@ def test_a_run_on_cached_logits_needs_no_teacher(work: Path, tmp_path: Path) -> 
     assert read_manifest(tmp_path / "run", kind="run").parents.keys() >= {"distill.logits"}
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_cache_of_all_windows_allows_rollbacks(work: Path, tmp_path: Path) -> None:
     """The remedy of the refusal: with so many steps, the cache has all windows."""
     steps = re.search(r"run\.steps=(\d+)", refusal(work, "anomalies.spikes=rollback"))

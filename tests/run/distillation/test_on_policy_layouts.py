@@ -91,6 +91,7 @@ def test_every_layout_samples_the_same_tokens_and_follows_one_process(
 
 
 @pytest.mark.integration
+@pytest.mark.sweep
 def test_a_rank_without_a_sample_makes_the_passes_of_others(teacher: Path, tokens: Path, tmp_path: Path) -> None:
     made = {}
     for processes, extra in ((1, ()), (4, ("compile.enabled=true", "compile.backend=eager"))):
@@ -128,7 +129,7 @@ def kill_after(step: int, run_dir: Path, words: list[str]) -> None:
         rank.wait()
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_run_killed_with_sigkill_and_resumed_has_the_tokens_and_losses_of_one_that_was_not(
     teacher: Path, tokens: Path, tmp_path: Path
 ) -> None:

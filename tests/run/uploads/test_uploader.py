@@ -74,8 +74,13 @@ class Started:
 
     def finish(self) -> None:
         self.uploader.ending = "backlog"
-        wait_until(lambda: any(each["event"] == "backlog_done" for each in self.told))
+        wait_until(self._is_done, said=lambda: (self.told, self.uploader._row()))
         self.end()
+
+    def _is_done(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return any(each["event"] == "backlog_done" for each in self.told)
 
     def end(self) -> None:
         self.uploader.ending = "now"
@@ -141,6 +146,21 @@ def test_a_store_that_is_slower_than_checkpoints_gets_the_newest_and_those_kept_
     assert run.steps("upload_skipped")
     for each in remote_checkpoints(URL):
         fetch_checkpoint(each.url, run.run_dir / f"checkpoints/step-9999{each.step:04d}")  # compares every checksum
+
+
+@pytest.mark.usefixtures("store")
+def test_an_uploaded_checkpoint_is_not_dropped_as_superseded_before_it_is_forgotten(faults: Faulty) -> None:
+    with started() as run:
+        look, forget = run.uploader._find_checkpoints, run.uploader._forget
+        # the other thread looks just then
+        run.uploader._forget = lambda waiting: (look(), forget(waiting))[1]  # type: ignore[method-assign]
+        faults.held = "*.distcp"
+        checkpoint(run.run_dir, 1)
+        wait_until(lambda: run.uploader._row()["uploading"] == 1)
+        checkpoint(run.run_dir, 2)
+        wait_until(lambda: run.uploader._row()["waiting"] == [2])
+        faults.held = None
+    assert (run.steps("uploaded"), run.steps("upload_skipped")) == ([1, 2], [])
 
 
 @pytest.mark.usefixtures("store")

@@ -68,7 +68,7 @@ def kill_at_step(config: Path, run_dir: Path, step: int) -> tuple[float, float]:
     return began, killed
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_run_killed_twice_accounts_for_lost_steps_and_the_time_it_was_down(tokens: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = config_of(tokens, tmp_path, steps=60, checkpoint_every=10)

@@ -120,7 +120,7 @@ def make_config(tokens: Path, work: Path) -> Path:
     [
         ("torchrun", True, "torchrun: 2 processes"),
         ("deepspeed", False, "deepspeed: 2 processes"),
-        ("mpirun", False, "mpirun (Open MPI): 2 processes"),
+        pytest.param("mpirun", False, "mpirun (Open MPI): 2 processes", marks=pytest.mark.sweep),
     ],
 )
 def test_the_printed_commands_train_over_two_hosts(

@@ -207,7 +207,7 @@ def test_without_a_log_nothing_is_done() -> None:
     assert not rotate_log({}, limit=0)
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_a_training_run_rotates_the_log_of_a_rank(tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch"))
     log = tmp_path / "rank-0.log"

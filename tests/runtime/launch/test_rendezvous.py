@@ -92,9 +92,13 @@ def test_ranks_of_different_devices_or_on_one_gpu_are_refused_before_a_group_is_
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
 
+    stores = []  # rank 0's outlives the requests of rank 1
+
     def join(rank: int) -> str | None:
         try:
-            open_rendezvous(Launch("environment", rank, 2, rank, f"127.0.0.1:{port}"), 60.0, device=devices[rank])
+            stores.append(
+                open_rendezvous(Launch("environment", rank, 2, rank, f"127.0.0.1:{port}"), 60.0, device=devices[rank])
+            )
         except ConfigError as error:
             return str(error)
         return None

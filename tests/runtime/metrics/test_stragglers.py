@@ -173,10 +173,8 @@ def trained(tokens: Path, work: Path, layout: str, *, slow: int, threshold: floa
     return reports, said
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=[pytest.mark.sweep] * (each == "deepspeed-3")) for each in LAYOUTS]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_is_suspended_most_of_the_time_is_named(tokens: Path, tmp_path: Path, layout: str) -> None:
     reports, output = trained(tokens, tmp_path, layout, slow=1, threshold=0.3)
     host = socket.gethostname()

@@ -254,7 +254,7 @@ PARTS = [
         signed_off,
     ),
     Part("agents: the leader", "the agent that leads, during a minute of training.", "hosts", HOSTS, 1000, leader),
-    Part("agents: a follower", "an agent that follows, during a minute of training.", "hosts", HOSTS, 1000, follower),
+    Part("agents: a follower", "any other agent, during a minute of training.", "hosts", HOSTS, 1000, follower),
     Part(
         "agents: all followers",
         "what the shared file system gets from all of them in a minute; no limit is known for it.",

@@ -1,8 +1,8 @@
-"""An island that exchanges without waiting for others (asynchronous mode): with the holder of the outer state.
+"""An island that exchanges with the holder of the outer state, without waiting for others (asynchronous mode).
 
-Steps count the slots of all islands: slot k is step k + 1, so that the learning rate follows the tokens of all. After
-its round an island sends its pseudo-gradient, takes the newest weights and the next slots. It waits at the end only,
-until the last rounds of the others are there: all end with the same weights.
+Steps count the slots of all islands: slot k is step k + 1, so the learning rate follows all islands' tokens. After its
+round an island sends its pseudo-gradient, and takes the newest weights and the next slots. It waits only at the end,
+for the last rounds of the others: all islands end with the same weights.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class AsynchronousIsland(LocalIsland):
 
     Args:
         context: the island's rank and run.
-        connect: makes a client of the holder.
+        connect: connects a client to the holder.
         loader: makes this rank's batches.
-        step: steps that the engine's state has.
+        step: number of steps in the engine's state.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class AsynchronousIsland(LocalIsland):
         self._client.close()
 
     def _exchange_with_holder(self, *, committing: bool) -> Stop:
-        """Sends the pseudo-gradient, if there is one, until the holder has it, and takes the holder's state.
+        """Sends any pseudo-gradient until the holder has it, and takes the holder's state.
 
-        Where the pseudo-gradient may not have arrived, it joins again: the holder says whether the round is still open.
+        If the pseudo-gradient may not have arrived, it joins again: the holder tells whether the round is still open.
         """
         began, waited, commit = time.monotonic(), 0.0, committing
         self._context.watchdog.enter_phase("exchanging with other islands", self.step)
@@ -121,7 +121,7 @@ class AsynchronousIsland(LocalIsland):
         self._on_all_ranks(lambda: self._call("upload", shard, rank=self._context.rank))
 
     def _commit(self) -> Header:
-        """Sends the pseudo-gradients of all ranks, and has them applied."""
+        """Sends the pseudo-gradients of all ranks, and asks the holder to apply them."""
         deal, compressed = self.ledger.deal, self._context.section.compress == "int8"
         assert deal is not None
         with self._context.engine.edit_state() as state:

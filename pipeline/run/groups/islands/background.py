@@ -1,4 +1,4 @@
-"""An exchange in a thread, beside the inner steps of the training loop."""
+"""An exchange in a thread, concurrent with the training loop's inner steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipeline.run.groups.islands.ranks import Ranks, ThreadRanks
 
 
 class Background:
-    """Tries an exchange until it succeeds on all ranks of the island, as the training loop would; begins at once.
+    """Tries an exchange until it succeeds on all ranks of the island, like the training loop; begins at once.
 
     Args:
         exchange: this rank's exchange.
-        member: the report with which the island asks for a quorum.
+        member: report with which the island asks for a quorum.
         snapshot: copy of the island's inner weights.
         group: gloo process group over all ranks of the island; None for one process.
 
     Attributes:
-        seconds: time from the beginning to the end of the attempt that succeeded.
+        seconds: seconds from the beginning to the end of the successful attempt.
     """
 
     def __init__(self, exchange: Exchange, *, member: Member, snapshot: Snapshot, group: Any) -> None:
@@ -30,7 +30,7 @@ class Background:
         self._cancelled, self._wanted = threading.Event(), threading.Event()
         self._future, self.seconds = Future[Exchanged | None](), 0.0
         ranks = ThreadRanks(group, self._cancelled)
-        # a daemon: an error in the training loop does not wait for other islands
+        # a daemon: an error in the training loop must not wait for other islands
         self._thread = threading.Thread(target=self._run, args=(ranks,), name="exchange", daemon=True)
         self._thread.start()
 
@@ -44,11 +44,11 @@ class Background:
         return self._future.done() and self._future.exception() is not None
 
     def cancel(self) -> None:
-        """Gives up waiting for other islands; an exchange that is under way is finished. On all ranks."""
+        """Gives up waiting for other islands, but finishes an exchange that has begun. Call it on all ranks."""
         self._cancelled.set()
 
     def result(self) -> Exchanged | None:
-        """Returns the result of the exchange once it has ended; None where it was given up.
+        """Returns the result of the exchange once it has ended; None where the exchange was given up.
 
         Raises:
             TrainingError: the lighthouse failed.
@@ -74,6 +74,6 @@ class Background:
             if exchanged is not None:
                 self.seconds = time.monotonic() - began
                 return exchanged
-            if ranks.stopped():  # a lighthouse that answers at once leaves no other moment for it
+            if ranks.stopped():  # the only chance to stop if the lighthouse answers at once
                 break
         return None

@@ -1,4 +1,4 @@
-"""Makes the island that a rank belongs to."""
+"""Makes the island to which a rank belongs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def check_island(section: QuorumSection | None, *, field: str = "islands") -> No
 
 
 def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:
-    """The secret of `secret_file`, without white space around it; empty where there is none.
+    """Reads the secret of `secret_file`, without surrounding white space; empty without a file.
 
     Raises:
-        ConfigError: it cannot be read, is too short, or other users can read it.
+        ConfigError: the secret cannot be read, is too short, or is readable by other users.
     """
     if section.secret_file is None:
         return b""
@@ -77,7 +77,7 @@ def open_island(here: RankOfRun, *, loader: Loader) -> LocalIsland | None:
     """Opens the island of this rank; None for an ordinary run. Collective.
 
     Args:
-        here: this rank; its stack closes the island, whose outer state is loaded from its checkpoint.
+        here: this rank; its stack closes the island, its checkpoint has the outer state.
         loader: makes this rank's batches.
     """
     run, section = here.run, here.run.config.islands
@@ -108,12 +108,12 @@ def open_island(here: RankOfRun, *, loader: Loader) -> LocalIsland | None:
 
 
 def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") -> str:
-    """Digest of the keys that decide a run's loss curve, and of the shards of all ranks. Collective.
+    """Computes a digest of the keys that determine a run's loss curve, and of all ranks' shards. Collective.
 
     Args:
         engine: this rank's engine.
-        curve: values that have to be alike in all groups, as JSON.
-        of_rank: text about this rank that has to be alike on the same rank of all groups.
+        curve: values that must be equal in all groups, as JSON.
+        of_rank: text about this rank that must be equal on the same rank of all groups.
     """
     with engine.edit_state() as state:
         own = f"{layout_digest(state)} {of_rank}"
@@ -128,25 +128,25 @@ def curve_and_layout_digest(engine: Engine, curve: Any, *, of_rank: str = "") ->
 def reach_others(
     section: QuorumSection, *, rank: int, parse: Callable[[PlainReport], R], stack: ExitStack, field: str = "islands"
 ) -> tuple[LighthouseMember[R] | None, Peers]:
-    """Makes a rank's connections to other islands or replicas: to the lighthouse, on rank 0, and to its peers.
+    """Makes a rank's connections to its peers in other islands or replicas and, on rank 0, to the lighthouse.
 
     Args:
         section: the config's section, with a name.
         rank: rank of this process in its group.
-        parse: makes a report of its JSON.
-        stack: keeps the store in which peers find each other.
+        parse: parses a report from JSON.
+        stack: keeps the store alive in which peers find each other.
         field: name of the section.
 
     Raises:
         ConfigError: the secret cannot be read, is too short, or other users can read it.
     """
     assert section.name is not None
-    # torchft's client reports every request on stderr unless it is told not to
+    # by default torchft's client reports every request on stderr
     os.environ.setdefault("RUST_LOG", "warn")
     secret, lighthouse = read_secret(section, field=field), None
     if rank == 0:
         store = PeerStore(section.bind)
-        stack.callback(lambda: store)  # lives as long as the group
+        stack.callback(lambda: store)  # the store lives as long as the group
         lighthouse = LighthouseMember(section.lighthouse, section.name, store=store.address, secret=secret, parse=parse)
     return lighthouse, Peers(bind=section.bind, timeout_s=section.timeout_s, secret=secret)
 

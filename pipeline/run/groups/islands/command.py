@@ -1,4 +1,4 @@
-"""`headrace islands`: the lighthouse and the islands of a run on this machine, as processes that may die and come back.
+"""`headrace islands`: runs the lighthouse and islands of a run on this machine, as processes that may die and restart.
 
 On several machines the lighthouse runs on one (`--only-lighthouse`), and each island is an ordinary training command
 with `--set islands.name=NAME islands.lighthouse=HOST:PORT`, from a terminal or a batch script. `headrace replicas` does
@@ -131,11 +131,11 @@ class _IslandProcesses:
 
     @property
     def running(self) -> bool:
-        """Whether it runs, or has ended and `ended` has not returned its exit code yet."""
+        """Whether the island runs, or `ended` has not yet returned its exit code."""
         return self._process is not None
 
     def start(self) -> None:
-        """Starts the island; its output is appended to a file of its own."""
+        """Starts the island, which appends its output to a file of its own."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("ab") as output:
             environ = {**os.environ, **log_variable(self.output)}
@@ -152,7 +152,7 @@ class _IslandProcesses:
         return code
 
     def send(self, number: int) -> None:
-        """Sends a signal to its processes."""
+        """Sends a signal to the island's processes."""
         if self._process is not None:
             os.kill(self._process.pid, number)
 
@@ -164,7 +164,7 @@ class _IslandProcesses:
 
 
 class _StopSignal:
-    """The last stop signal of this process; 0 without one."""
+    """The last stop signal of this process; 0 without a signal."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.signal = 0
@@ -202,7 +202,7 @@ def _start_lighthouse(section: QuorumSection, field: str) -> Any:
 
 
 def _start_holder(section: IslandsSection) -> Any:
-    # torch is imported by the islands' processes; the command itself needs it in this mode only
+    # only in this mode does the command itself need torch
     from pipeline.run.groups.islands.build import read_secret  # noqa: PLC0415
     from pipeline.run.groups.islands.holder import Holder  # noqa: PLC0415
     from pipeline.run.groups.islands.holder_server import HolderServer  # noqa: PLC0415

@@ -14,7 +14,7 @@ from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.faults.watchdog import Watchdog
 
 Record = Callable[..., None]
-"""Function that records an event in the journal, from a step and the event's values."""
+"""Function that records an event in the journal, given a step and the event's values."""
 Loader = Callable[[int, int], Iterable[StepBatch]]
 """Function that returns the batches of the data steps from a first to a last one, counted from 1."""
 
@@ -24,11 +24,11 @@ class IslandContext:
     """The rank and the run of an island.
 
     Attributes:
-        section: the config's `islands`; with a name.
-        total: inner steps of the run.
+        section: the config's `islands`, with a name.
+        total: number of inner steps of the run.
         schedule: schedule of the inner learning rate.
-        samples: global batch of one island.
-        layout: digest of what decides the run's curve, and of its shards on all ranks (see `Member.layout`).
+        samples: global batch size of one island, in samples.
+        layout: digest of the keys that determine the loss curve, and of the shards on all ranks (see `Member.layout`).
         rank: rank of this process in the island.
         engine: executes the inner steps.
         agreement: all-reduces small numbers over the ranks of the island.
@@ -57,5 +57,5 @@ class IslandContext:
         return self.section.name
 
     def agreed(self, failed: bool) -> bool:
-        """Whether `failed` is true on any rank of the island. Collective."""
+        """Tells whether `failed` is true on any rank of the island. Collective."""
         return bool(self.agreement.max_over_ranks(int(failed))[0])

@@ -1,7 +1,7 @@
-"""One exchange with the other islands: quorum, mean pseudo-gradient, outer update, the state of a late comer.
+"""One exchange with the other islands: quorum, mean pseudo-gradient, outer update, state for islands that join late.
 
-Every rank of an island has an `Exchange`; rank r exchanges with the ranks r of the other islands. What `attempt` does
-reads no state of the engine, so that it may run beside inner steps (`background`); `finish` changes the weights.
+Every rank of an island has an `Exchange`; rank r exchanges with the ranks r of the other islands. `attempt` reads no
+state of the engine, so it may run concurrently with inner steps (`background`); `finish` changes the weights.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NOT_YET, _NOW = (torch.tensor([value], dtype=torch.uint8) for value in (0, 1))
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The inner weights of which an exchange takes the pseudo-gradient.
+    """The inner weights from which an exchange computes the pseudo-gradient.
 
     Attributes:
         weights: fp32 [N], a copy.
-        state_bytes: bytes of the outer weights and momentum, and of the engine's state with weights, on this rank.
+        state_bytes: bytes of the outer weights and momentum, and of the engine's state including weights, on this rank.
     """
 
     weights: Tensor
@@ -46,11 +46,11 @@ class Exchanged:
     """Result of an attempt that has succeeded on all ranks of the island.
 
     Attributes:
-        decision: the decision that the attempt follows.
-        quorum: the quorum that has made the decision.
+        decision: the decision that the attempt carried out.
+        quorum: the quorum that made the decision.
         own: index of this island in the decision.
         mean: mean of the pseudo-gradients; None where a run begins or is resumed.
-        received: the state of another island, packed, uint8 [n]; None where this one keeps its own.
+        received: packed state of another island, uint8 [n]; None if this island keeps its own.
     """
 
     decision: Decision
@@ -61,12 +61,12 @@ class Exchanged:
 
     @property
     def heals(self) -> bool:
-        """Whether this island takes the state of another one."""
+        """Whether this island takes another island's state."""
         return self.own in self.decision.healed
 
     @property
     def contributes(self) -> bool:
-        """Whether the mean has this island's pseudo-gradient."""
+        """Whether the mean includes this island's pseudo-gradient."""
         return self.own in self.decision.contributors
 
 
@@ -76,11 +76,11 @@ class Exchange:
     Args:
         context: the island's rank and run.
         peers: connections to the same ranks of the other islands.
-        lighthouse: connection to the lighthouse on rank 0; None on the others.
+        lighthouse: connection to the lighthouse on rank 0; None on other ranks.
         outer: the outer state.
 
     Attributes:
-        failures: reasons of failed attempts, not yet reported: a thread leaves them to the training loop.
+        failures: unreported reasons of failed attempts; a thread leaves the report to the training loop.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Exchange:
     ) -> None:
         self._context, self._peers, self._lighthouse, self._outer = context, peers, lighthouse, outer
         self.failures: list[str] = []
-        self._group, self._group_used = "", 0  # see `Member`
+        self._group, self._group_used = "", 0  # fields of the next `Member`
 
     @property
     def bytes_sent(self) -> int:
@@ -97,7 +97,7 @@ class Exchange:
 
     @property
     def damaged(self) -> int:
-        """Messages of the last attempt that arrived damaged at this rank, and were asked for again."""
+        """Number of messages of the last attempt that arrived damaged at this rank and were requested again."""
         return self._peers.damaged
 
     def snapshot(self) -> Snapshot:
@@ -107,7 +107,7 @@ class Exchange:
             return Snapshot(gather(state), size)
 
     def ask(self, member: Member, ranks: Ranks) -> Quorum[Member] | None:
-        """Asks for the next quorum; None when the exchange is given up first.
+        """Asks for the next quorum; None if the exchange is given up first.
 
         Raises:
             TrainingError: the lighthouse failed.
@@ -120,7 +120,7 @@ class Exchange:
                 return quorum
 
     def attempt(self, quorum: Quorum[Member], snapshot: Snapshot, ranks: Ranks) -> Exchanged | None:
-        """Does the part of a quorum's decision that reads no state of the engine.
+        """Carries out the part of a quorum's decision that reads no state of the engine.
 
         Args:
             quorum: the lighthouse's answer.
@@ -128,7 +128,7 @@ class Exchange:
             ranks: the ranks of the island, in the training loop or in a thread.
 
         Returns:
-            None where it failed on any rank of the island, which `failures` tells.
+            The result; None where the attempt failed on any rank of the island (see `failures`).
         """
         section, name = self._context.section, self._context.name
         members = compatible(quorum.members)
@@ -155,12 +155,12 @@ class Exchange:
             return None
         if not connects:
             self._group = group
-        elif not decision.healed:  # else a state is still under way: whether it comes through is not known to all
+        elif not decision.healed:  # otherwise a state is still under way, and not all know whether it arrives
             self._group, self._group_used = decision.group, quorum.formed + time.monotonic_ns() - began
         return Exchanged(decision, quorum, own, mean, received)
 
     def keep_waiting(self, exchanged: Exchanged, wanted: threading.Event) -> None:
-        """Tells islands that wait for this one's state to wait on, until the training loop has time to send it."""
+        """Tells islands that await this island's state to wait on until the training loop can send it."""
         if exchanged.own != exchanged.decision.source:
             return
         tick = min(_TICK_S, self._context.section.timeout_s / 4)
@@ -174,7 +174,7 @@ class Exchange:
 
         Args:
             exchanged: the result of `attempt`.
-            since: the snapshot, after which inner steps were done that are kept; None where there were none.
+            since: the snapshot; inner steps done after it are kept. None if there were none.
         """
         if exchanged.received is not None:
             self._take_state(exchanged.received)
@@ -193,7 +193,7 @@ class Exchange:
         self.failures.clear()
 
     def close(self) -> None:
-        """Leaves: the others do not wait for this island any more."""
+        """Leaves: the other islands no longer wait for this one."""
         if self._lighthouse is not None:
             self._lighthouse.close()
         self._peers.close()
@@ -228,13 +228,13 @@ class Exchange:
             try:
                 self._peers.send(_NOW, to=to)
                 self._peers.send(packed, to=to)
-            except ExchangeError as error:  # it tries again with the next exchange
+            except ExchangeError as error:  # the joining island tries again with the next exchange
                 self.failures.append(str(error))
 
     def _receive_state(self, source: int, size: int, ranks: Ranks) -> Tensor:
         packed, here = torch.empty(size, dtype=torch.uint8), torch.zeros_like(_NOT_YET)
         while not here:
-            if ranks.asked():  # the source may have a long tail to train
+            if ranks.asked():  # the source may still have to train a long tail
                 raise ExchangeError("given up: this island was asked to stop")
             self._peers.receive(here, source=source)
         self._peers.receive(packed, source=source)
@@ -243,6 +243,6 @@ class Exchange:
     def _take_state(self, packed: Tensor) -> None:
         with self._context.engine.edit_state() as state:
             unpack(packed, [*self._outer.tensors(), *all_parts(state)])
-            # what the other island has trained since its pseudo-gradient was taken is its own to contribute
+            # only the other island contributes what it has trained since its pseudo-gradient was taken
             self._outer.write(state)
         self._outer.error.zero_()

@@ -1,18 +1,18 @@
 """The holder of the outer state in asynchronous mode: applies each island's pseudo-gradient when it comes. No network.
 
-One process, that of the lighthouse, has the outer weights and deals the samples. An island that has done its round
-sends its pseudo-gradient, gets the newest weights and the next slots, and waits for nobody. The holder keeps nothing on
-a disk: started again, it takes the outer state of the island that has the newest one, and the rounds that were open.
+One process, the lighthouse's, has the outer weights and deals the samples. An island that has finished its round sends
+its pseudo-gradient, gets the newest weights and the next slots, and waits for no other island. The holder keeps nothing
+on disk. After a restart it takes the newest outer state of any island, and the rounds that were open.
 
-The outer update is a delayed Nesterov update (Liu et al. 2024, arXiv:2401.09135, with c = 0), in which a
-pseudo-gradient counts 1 / (1 + s) where the paper has 1 / N: s, its staleness, is the number of outer updates since its
-island has got its weights (a learning rate divided by the staleness: Zhang et al. 2016, arXiv:1511.05950, whose
-staleness begins at 1). N islands of one speed have s = N - 1, the paper's factor. With N the islands that live:
+The outer update is a delayed Nesterov update (Liu et al. 2024, arXiv:2401.09135, with c = 0), with weight 1 / (1 + s)
+for a pseudo-gradient instead of the paper's 1 / N. The staleness s is the number of outer updates since the island got
+its weights (a learning rate divided by the staleness: Zhang et al. 2016, arXiv:1511.05950, whose staleness begins at
+1). N islands of equal speed have s = N - 1, which gives the paper's factor. With N living islands:
 
     weights -= lr * g / (1 + s);  buffer += g / (1 + s)
     every N updates:  momentum = mu * momentum + buffer;  weights -= lr * mu * momentum;  buffer = 0
 
-One island alone makes the Nesterov step of `outer.OuterState`.
+With a single island this is the Nesterov step of `outer.OuterState`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pipeline.config.sections.groups import IslandsSection
 from pipeline.run.groups.islands.ledger import Deal, Ledger, Tail
 
 SILENT_S = 5.0
-"""Seconds without a message after which an island is dead, as at torchft's lighthouse."""
+"""Seconds without a message after which an island is dead, as in torchft's lighthouse."""
 
 
 class OuterShard(NamedTuple):
-    """The outer state of one rank of all islands: fp32 [N] each. Never changed in place: islands are given it."""
+    """The outer state of one rank of all islands: fp32 [N] each. Never changed in place, since islands receive it."""
 
     weights: Tensor
     momentum: Tensor
@@ -43,18 +43,18 @@ class OuterShard(NamedTuple):
 
 @dataclass
 class _LivingIsland:
-    """An island that lives.
+    """A living island, as the holder knows it.
 
     Attributes:
-        session: identifier of its process.
+        session: identifier of the island's process.
         ranks: number of its ranks.
         ledger: the island's ledger when it joined.
         seen: time of its last message, in seconds of the holder's clock.
         deal: open round of the island; None without one.
-        version: outer updates in the weights that it trains on.
+        version: number of outer updates in the weights with which it trains.
         pushed: rank -> pseudo-gradient, not yet applied.
-        given: rank -> outer state that it is to take.
-        told: number of the holder's entries of lost slots that the island knows of.
+        given: rank -> outer state that the rank is to take.
+        told: number of the holder's entries of lost slots that the island knows.
         telling: the value of `told` once the island has received the last answer.
         committed: first slot, staleness and weight of its newest pseudo-gradient.
     """
@@ -80,7 +80,7 @@ class Holder:
         clock: returns the time in seconds.
 
     Attributes:
-        version: outer updates so far.
+        version: number of outer updates so far.
     """
 
     def __init__(self, section: IslandsSection, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +89,7 @@ class Holder:
         self._forget()
 
     def _forget(self) -> None:
-        """Begins without an outer state."""
+        """Begins anew without an outer state."""
         self._began: float | None = None
         self._source, self._ready, self._lineage = "", False, ""
         self._shards, self._buffers = dict[int, OuterShard](), dict[int, Tensor]()
@@ -98,13 +98,14 @@ class Holder:
     def join(
         self, name: str, session: str, *, layout: str, ranks: int, total: int, ledger: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Tells an island that began, or lost its connection, its next action: it asks again after `wait` and `upload`.
+        """Tells an island that began or reconnected its next action; after `wait` and `upload` it asks again.
 
         Args:
             session: identifier of the island's process.
-            layout: digest of what decides its curve, and of its shards on all ranks (see `ledger.Member`).
+            layout: digest of the keys that determine its loss curve, and of its shards on all ranks (see
+                `ledger.Member`).
             ranks: number of the island's ranks.
-            total: slots of the run: steps of all islands together.
+            total: number of slots of the run: steps of all islands together.
             ledger: the island's ledger, as JSON.
 
         Returns:
@@ -112,11 +113,11 @@ class Holder:
             and a round); end (the newest state, the run is over); refused.
         """
         with self._lock:
-            self._place(name, session)  # it is not silent, even if a long update has kept it waiting
+            self._place(name, session)  # it counts as alive even if a long update has delayed its message
             self._drop_silent()
             if self._places and layout != self._layout:
                 return {"state": "refused", "islands": sorted(self._places)}
-            if layout != self._layout:  # of another run, none of whose islands is left
+            if layout != self._layout:  # the state is another run's, which has no living island
                 self._forget()
             place = self._places.get(name)
             if place is not None and place.session != session:
@@ -136,7 +137,7 @@ class Holder:
             return self._next(name, place)
 
     def upload(self, name: str, session: str, rank: int, shard: OuterShard) -> dict[str, Any]:
-        """Takes the outer state of one rank of the island that has the newest one."""
+        """Takes the outer state of one rank of the island with the newest state."""
         with self._lock:
             place = self._place(name, session)
             if place is None or self._ready or name != self._source:
@@ -157,10 +158,10 @@ class Holder:
             return {"state": "taken"}
 
     def commit(self, name: str, session: str, first: int) -> dict[str, Any]:
-        """Applies the pseudo-gradients that an island pushed for the round of a slot, and deals it the next slot.
+        """Applies the pseudo-gradients that an island pushed for the round from slot `first`, and deals the next round.
 
         Returns:
-            The same as `join`; rejoin where its round is not open any more.
+            As `join`; rejoin if the island's round is no longer open.
         """
         with self._lock:
             place = self._place(name, session)
@@ -170,7 +171,7 @@ class Holder:
             staleness = self.version - place.version
             began = self._clock()
             self._update(place.pushed, 1 / (1 + staleness))
-            for each in self._places.values():  # whoever speaks meanwhile waits for the lock
+            for each in self._places.values():  # messages that arrive meanwhile wait for the lock
                 each.seen += self._clock() - began
             place.committed = {"first": first, "staleness": staleness, "weight": 1 / (1 + staleness)}
             place.pushed, place.deal = {}, None
@@ -178,7 +179,7 @@ class Holder:
             return self._next(name, place)
 
     def pull(self, name: str, session: str, rank: int) -> OuterShard | None:
-        """The outer state that a rank is to take, as of the last answer to its island; None for another session."""
+        """Returns the outer state for a rank, as of the last answer to its island; None for another session."""
         with self._lock:
             place = self._place(name, session)
             return place.given.get(rank) if place is not None else None
@@ -203,7 +204,7 @@ class Holder:
         return place
 
     def _await_state(self, name: str, now: float) -> dict[str, Any]:
-        """Waits for the islands of the start, and chooses the one whose outer state is taken."""
+        """Waits for the islands at the start, and chooses the island whose outer state is taken."""
         assert self._began is not None
         if self._source not in self._places:
             if len(self._places) < self._section.count and now - self._began < self._section.start_s:
@@ -213,12 +214,12 @@ class Holder:
         return {"state": "upload" if name == self._source else "wait"}
 
     def _begin(self, ledger: Ledger) -> None:
-        """Goes on from the ledger of the source: open rounds of living islands stay open."""
+        """Continues from the source's ledger: open rounds of living islands stay open."""
         self._ready, self.version = True, ledger.round
         self._lineage = ledger.commit or uuid.uuid4().hex[:16]
         open_then = {(each.first, each.end): each for each in ledger.tails}
         if ledger.deal is not None and ledger.deal.steps:
-            for name in ledger.deal.names:  # several, and `before` with tails, of a run that was synchronous
+            for name in ledger.deal.names:  # a run that was synchronous has several, and `before` with tails
                 slots = ledger.deal.slots(name)
                 open_then[slots.start, slots.stop] = Tail(name, slots.start, slots.stop)
         self._slots = ledger.slots
@@ -226,7 +227,7 @@ class Holder:
             own = place.ledger.deal
             if own is None or not own.steps or place.ledger.commit != self._lineage:
                 continue
-            if own.names != (name,) or own.step != own.first:  # dealt in rounds of the synchronous mode
+            if own.names != (name,) or own.step != own.first:  # the round was dealt in synchronous mode
                 continue
             if (own.first, own.end) in open_then or own.first >= ledger.slots:
                 open_then.pop((own.first, own.end), None)
@@ -235,7 +236,7 @@ class Holder:
         self._lost += open_then.values()
 
     def _next(self, name: str, place: _LivingIsland) -> dict[str, Any]:
-        """Answers with the newest state and the next round."""
+        """Answers an island with the newest state and the next round."""
         if place.deal is None and self._slots < self._total:
             steps = min(self._section.steps, self._total - self._slots)
             place.deal = Deal(self._slots, steps, (name,), self._slots)
@@ -258,7 +259,7 @@ class Holder:
         }
 
     def _confirm_receipt(self, place: _LivingIsland) -> None:
-        """Notes that the island has the round of the last answer, and so the lost slots that the answer named."""
+        """Notes that the island has received the last answer, and so knows the lost slots that it named."""
         place.told = place.telling
         self._told = max(self._told, place.told)
 

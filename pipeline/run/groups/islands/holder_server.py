@@ -18,7 +18,7 @@ from pipeline.run.groups.islands.wire import Channel, Header
 
 _HANDSHAKE_S, _AGAIN_S = 10.0, 0.2
 _MOST_STRANGERS = 256
-"""Most connections at a time that have not proved yet to have the secret."""
+"""Largest number of connections at a time that have not yet proved that they have the secret."""
 
 
 class HolderServer:
@@ -27,7 +27,7 @@ class HolderServer:
     Args:
         holder: the holder of the outer state.
         address: HOST:PORT to listen on.
-        secret: shared by all islands; empty without one.
+        secret: secret shared by all islands; empty without a secret.
         timeout_s: seconds without progress after which a message has failed.
 
     Raises:
@@ -61,13 +61,13 @@ class HolderServer:
             self._strangers.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # shut down, or out of file descriptors for now, or the other side has gone
+            except OSError:  # shut down, out of file descriptors for now, or the client has gone
                 self._strangers.release()
                 time.sleep(_AGAIN_S)
                 continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except RuntimeError:  # no more threads for now
+            except RuntimeError:  # no thread is free for now
                 self._strangers.release()
                 connection.close()
 
@@ -80,7 +80,7 @@ class HolderServer:
                 channel.send(*self._answer(*channel.receive()))
                 connection.settimeout(None)  # an island is silent while it trains
         except (ExchangeError, OSError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, MemoryError):
-            return  # an island that has died, or what is none: without a secret any message comes through
+            return  # a dead island, or another program: without a secret any message is accepted
         finally:
             self._connections.discard(connection)
             connection.close()
@@ -119,12 +119,12 @@ class HolderServer:
 
 
 def pack_shard(shard: OuterShard) -> Tensor:
-    """Weights and momentum as bytes, uint8 [8 N]."""
+    """Packs weights and momentum into bytes, uint8 [8 N]."""
     return torch.cat(list(shard)).view(torch.uint8)
 
 
 def unpack_shard(payload: Tensor) -> OuterShard:
-    """The inverse of `pack_shard`; an empty shard for no bytes."""
+    """Inverts `pack_shard`; returns an empty shard for no bytes."""
     return (
         OuterShard(*payload.view(torch.float32).chunk(2))
         if payload.numel()
@@ -133,7 +133,7 @@ def unpack_shard(payload: Tensor) -> OuterShard:
 
 
 def unpack_gradient(payload: Tensor, *, count: int, compressed: bool) -> Tensor:
-    """A pseudo-gradient, fp32 [count], from bytes: fp32, or blocks of int8 with their scales."""
+    """Reads a pseudo-gradient, fp32 [count], from bytes: fp32, or int8 blocks with scales."""
     if not compressed:
         return payload.view(torch.float32)
     return dequantize(payload.view(-1, BLOCK + 4))[:count]

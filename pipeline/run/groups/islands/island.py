@@ -1,10 +1,10 @@
 """One island of a run: joins the others, takes its samples from the round's deal, and exchanges pseudo-gradients.
 
-An exchange is tried again, without those that have died, until it succeeds on all ranks of the island. What an island
-that missed an exchange has trained meanwhile is dropped: it takes the state of one that did not.
+An exchange is tried again, without islands that have died, until it succeeds on all ranks of the island. An island that
+missed an exchange drops its training since then, and takes the state of an island that took part.
 
-With `islands.overlap` an exchange is begun so many inner steps before the round ends, and runs in a thread. Its outer
-update is applied where the round ends, on all ranks after the same step, or before a checkpoint that is due earlier.
+With `islands.overlap` an exchange begins `overlap` inner steps before the round ends, and runs in a thread. Its outer
+update is applied at the end of the round, on all ranks after the same step, or before an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Island(LocalIsland):
     Args:
         context: the island's rank and run.
         peers: connections to the same ranks of the other islands.
-        lighthouse: connection to the lighthouse on rank 0; None on the others.
+        lighthouse: connection to the lighthouse on rank 0; None on other ranks.
         loader: makes this rank's batches.
-        step: inner steps that the engine's state has.
+        step: number of inner steps in the engine's state.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Island(LocalIsland):
         """Waits for the end of an exchange in the background; returns whether it still runs on any rank.
 
         Raises:
-            TrainingError: it has failed on another rank, whose part of it this one would wait for.
+            TrainingError: the exchange failed on another rank, for which this rank would wait.
         """
         runs = not background.ended(seconds)
         any_runs, failed = self._context.agreement.max_over_ranks(int(runs), int(background.failed))
         if failed:
-            background.ended(_TICK_S)  # an error that all ranks have is raised by all
+            background.ended(_TICK_S)  # all ranks raise an error that all have
         if failed and not background.failed:
             raise TrainingError("an exchange with other islands failed on another rank, whose output has the error")
         return bool(any_runs) and not failed
@@ -171,14 +171,14 @@ class Island(LocalIsland):
         before_s: float = 0.0,
         overlapped: float | None = None,
     ) -> None:
-        """Makes the outer update, and records where the island stands after it.
+        """Makes the outer update, and records the island's position after it.
 
         Args:
             exchanged: the result of the exchange.
-            since: the snapshot, after which inner steps were done that are kept; None where there were none.
+            since: the snapshot; inner steps done after it are kept. None if there were none.
             waited: seconds that the training loop has waited for other islands.
-            before_s: seconds of the exchange until here, in the training loop.
-            overlapped: seconds of the exchange beside inner steps.
+            before_s: seconds of the exchange so far, in the training loop.
+            overlapped: seconds of the exchange concurrent with inner steps.
         """
         began, decision = time.monotonic(), exchanged.decision
         self._exchange.finish(exchanged, since=since)

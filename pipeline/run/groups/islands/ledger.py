@@ -2,11 +2,11 @@
 
 The order of samples is the run's own (law 1): sample i is the same for any number of islands. It is dealt in *slots*,
 each one global batch: slot k holds samples k * B to (k + 1) * B - 1. A round deals `steps` consecutive slots to each of
-its islands, by their names. The next round begins behind the last slot that this one has dealt, so that no slot is
-dealt twice by islands that live; slots of an island that did not contribute to the exchange are lost, and named.
+its islands, in the order of their names. The next round begins after the last slot dealt so far: no two living islands
+get the same slot. Slots of an island that did not contribute to the exchange are lost, and reported.
 
-An exchange that overlaps with training takes its pseudo-gradients `after` steps before the round ends. What is trained
-of the round from there on, its *tail*, is in the pseudo-gradients of the next exchange.
+An exchange that overlaps with training takes its pseudo-gradients `after` steps before the round ends. The steps
+trained after that, the round's *tail*, enter the pseudo-gradients of the next exchange.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PlainReport = dict[str, Any]
 """A report or decision of a quorum, as plain JSON."""
 
 KEPT_NS = 200 * 10**9
-"""Nanoseconds without use after which a process group is formed anew: NAT gateways and firewalls forget idle
-connections without a word, the first of them after 240 s, and to notice that takes `islands.timeout_s`."""
+"""Nanoseconds without use after which a process group is formed anew: NAT gateways and firewalls silently drop idle
+connections, some after 240 s, and noticing it takes `islands.timeout_s`."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Deal:
 
     Attributes:
         first: the first slot of the round.
-        steps: slots of each island: inner steps of the round.
+        steps: number of slots of each island, which is the number of inner steps of the round.
         names: names of the round's islands, sorted.
-        step: inner steps of the run before the round.
-        after: steps at its end that are trained beside its exchange.
+        step: number of inner steps of the run before the round.
+        after: number of steps at the end of the round that are trained during its exchange.
     """
 
     first: int
@@ -45,7 +45,7 @@ class Deal:
 
     @property
     def end(self) -> int:
-        """The first slot behind the round."""
+        """The first slot after the round."""
         return self.first + self.steps * len(self.names)
 
     @property
@@ -55,11 +55,11 @@ class Deal:
 
     @property
     def snapshot_step(self) -> int:
-        """The inner step after which its pseudo-gradients are taken."""
+        """The inner step after which the round's pseudo-gradients are taken."""
         return self.last_step - self.after
 
     def slots(self, name: str) -> range:
-        """The slots of an island; none for one that came later."""
+        """Returns the slots of an island; none for an island that joined later."""
         if name not in self.names:
             return range(0)
         begin = self.first + self.names.index(name) * self.steps
@@ -67,7 +67,7 @@ class Deal:
 
 
 class Tail(NamedTuple):
-    """Slots of the round before that are dealt to an island and in no pseudo-gradient yet: from `first` to `end`."""
+    """Slots `first` to `end` of the previous round, dealt to an island and not yet in a pseudo-gradient."""
 
     name: str
     first: int
@@ -81,15 +81,15 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """Progress of the islands of a run; the same on all that share a commit.
+    """Progress of a run's islands; equal on all islands that share a commit.
 
     Attributes:
-        round: exchanges so far.
-        commit: name of the sequence of decisions that has led here; equal commits have equal outer weights.
+        round: number of exchanges so far.
+        commit: name of the sequence of decisions so far; equal commits have equal outer weights.
         deal: the round that is being trained; None before the first.
-        before: the round before, while it has a tail.
-        tails: tails of the round before.
-        start: slots that an ordinary run had trained before the islands began.
+        before: the previous round, while it has a tail.
+        tails: tails of the previous round.
+        start: number of slots that an ordinary run had trained before the islands began.
     """
 
     round: int = 0
@@ -101,22 +101,22 @@ class Ledger:
 
     @property
     def slots(self) -> int:
-        """Slots dealt so far."""
+        """Number of slots dealt so far."""
         return self.deal.end if self.deal else self.start
 
     def in_tail(self, name: str, step: int) -> bool:
-        """Whether an island after `step` inner steps still has steps of the previous round to do."""
+        """Tells whether an island after `step` inner steps still has to train steps of the previous round."""
         before, deal = self.before, self.deal
         return before is not None and deal is not None and name in before.names and step < deal.step
 
     def deal_of(self, name: str, step: int) -> Deal | None:
-        """The round whose slots an island trains after `step` inner steps."""
+        """Returns the round whose slots an island trains after `step` inner steps."""
         return self.before if self.in_tail(name, step) else self.deal
 
     def renamed(self, old: str, new: str) -> Ledger:
-        """The same with an island under another name; where that is in use, the two change places.
+        """Returns the ledger with an island renamed; if the new name is in use, the two islands swap names.
 
-        So each place keeps one name, also in the ledger of a copy, and two islands that have changed folders agree.
+        So each place keeps one name, also in the ledger of a copy, and two islands that have swapped folders agree.
         """
         names = {old: new, new: old}
 
@@ -127,12 +127,12 @@ class Ledger:
         return replace(self, deal=other(self.deal), before=other(self.before), tails=tails)
 
     def plain(self) -> PlainReport:
-        """The fields as JSON."""
+        """Converts the fields to JSON."""
         return {**asdict(self), "tails": [list(each) for each in self.tails]}
 
     @classmethod
     def from_plain(cls, plain: PlainReport) -> Ledger:
-        """The inverse of `plain`; older checkpoints know no tails and no start."""
+        """Inverts `plain`; older checkpoints have neither tails nor start."""
 
         def made(deal: PlainReport | None) -> Deal | None:
             return None if deal is None else Deal(**{**deal, "names": tuple(deal["names"])})
@@ -154,12 +154,13 @@ class Member:
 
     Attributes:
         ledger: the island's ledger.
-        step: inner steps that it has done.
-        living: whether it has been part of a quorum since it was started: its weights are then those of its commit.
+        step: number of inner steps that the island has done.
+        living: whether it has been part of a quorum since it was started; its weights are then those of its commit.
         waited: whether it has waited for the other islands long enough at the start.
-        layout: digest of what decides its run's curve, and of names, shapes and offsets of its shards on all ranks.
-        group: the process group in which its last exchange has succeeded on all of its ranks; empty without one.
-        group_used: time when that exchange had ended here, in ns by the lighthouse's clock.
+        layout: digest of the keys that determine its run's loss curve, and of names, shapes and offsets of its shards
+            on all ranks.
+        group: process group in which its last exchange succeeded on all of its ranks; empty without such an exchange.
+        group_used: time when that exchange ended on this island, in ns by the lighthouse's clock.
     """
 
     name: str
@@ -173,7 +174,7 @@ class Member:
 
     @property
     def trained(self) -> bool:
-        """Whether it has a pseudo-gradient of a whole round to contribute; a round of no steps ends the run."""
+        """Whether it has a whole round's pseudo-gradient to contribute; a round of no steps ends the run."""
         deal = self.ledger.deal
         if deal is None or not deal.steps or self.name not in deal.names:
             return False
@@ -188,12 +189,12 @@ class Member:
         return deal is not None and self.name in deal.names and deal.step < self.step < deal.snapshot_step
 
     def plain(self) -> PlainReport:
-        """The fields as JSON."""
+        """Converts the fields to JSON."""
         return {**asdict(self), "ledger": self.ledger.plain()}
 
     @classmethod
     def from_plain(cls, plain: PlainReport) -> Member:
-        """The inverse of `plain`."""
+        """Inverts `plain`."""
         return cls(**{**plain, "ledger": Ledger.from_plain(plain["ledger"])})
 
 
@@ -202,19 +203,19 @@ class Decision:
     """Decision of a quorum on its islands' next actions; every island decides the same.
 
     Attributes:
-        names: the islands, sorted: their ranks in the exchange.
-        source: index of the island whose state the others take.
-        contributors: indices of islands whose pseudo-gradients are averaged; none where a run begins or is resumed.
+        names: sorted names of the islands; their indices are their ranks in the exchange.
+        source: index of the island whose state others take.
+        contributors: indices of islands whose pseudo-gradients are averaged; empty where a run begins or is resumed.
         healed: indices of islands that take the state of `source`.
-        ledger: the ledger of all islands afterwards.
-        step: inner steps that all islands have done afterwards, but those that go on in the middle of a round.
-        ended: the round whose pseudo-gradients are averaged; None where there are none.
-        trained: island -> slots of the round that are in its pseudo-gradient.
-        lost: island -> slots of the round that were dealt and not contributed.
-        tail_trained: the same as `trained`, of the round before.
-        tail_lost: the same as `lost`, of the round before.
+        ledger: ledger of all islands after the decision.
+        step: number of inner steps that islands have done after the decision, except islands that go on in mid-round.
+        ended: round whose pseudo-gradients are averaged; None without pseudo-gradients.
+        trained: island -> slots of the round in its pseudo-gradient.
+        lost: island -> slots of the round that were dealt but not contributed.
+        tail_trained: like `trained`, for the tails of the previous round.
+        tail_lost: like `lost`, for the tails of the previous round.
         group: name of the process group of the exchange.
-        formed: whether every island has that group already, nothing has failed in it, and it was used not long ago.
+        formed: whether every island already has the group, nothing has failed in it, and it was used recently.
     """
 
     names: tuple[str, ...]
@@ -235,30 +236,30 @@ class Decision:
 def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, overlap: int = 0) -> Decision:
     """Decides the next actions of a quorum: a pure function of its islands' reports.
 
-    Islands that live come before those that were just started, whose checkpoint may be of another sequence of
-    decisions; then the latest round counts, then the most islands.
+    Living islands come before islands just started, whose checkpoints may belong to another sequence of decisions; then
+    the latest round counts, then the most islands.
 
     Args:
         members: reports of the quorum's islands, in any order; names are unique.
-        steps: inner steps of a round; the last one may be shorter.
-        total: inner steps of the run.
+        steps: number of inner steps of a round; the last round may be shorter.
+        total: number of inner steps of the run.
         quorum: number of the quorum.
-        overlap: steps of a round that are trained beside its exchange; none of the last one.
+        overlap: number of steps of a round that are trained during its exchange; none in the last round.
     """
     members = sorted(members, key=lambda each: each.name)
     names = tuple(each.name for each in members)
     living = [each for each in members if each.living] or members
     sharing = Counter(each.ledger.commit for each in living)
     best = max(living, key=lambda each: (each.ledger.round, sharing[each.ledger.commit], each.step))
-    # not by the commit alone: the copy of a folder has it too, under other names
+    # not by the commit alone: a copied folder has the same commit under other names
     same = [n for n, each in enumerate(members) if each.ledger == best.ledger]
-    if not best.living:  # checkpoints of different steps of one round are told apart
+    if not best.living:  # distinguishes checkpoints of different steps of one round
         begin = best.ledger.deal.step if best.ledger.deal else best.step
         same = [n for n in same if members[n].midway or members[n].trained or members[n].step in (begin, best.step)]
     healed = tuple(n for n in range(len(members)) if n not in same)
     contributors = tuple(n for n in same if members[n].trained and members[n].living == best.living)
     midway = any(members[n].midway for n in same)
-    if midway and not best.living:  # started again together: those that have finished the round wait for the others
+    if midway and not best.living:  # restarted together: islands that have finished the round wait for the others
         contributors = ()
     group, formed = _group(members, quorum)
     decision = Decision(
@@ -267,9 +268,9 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
     decision = _contributed(decision, members) if contributors else _without_tails(decision)
     if midway and not contributors:
         assert decision.ledger.deal is not None
-        # who takes the outer weights in the middle of the round has trained none of its part
+        # an island that takes the outer weights in mid-round has trained none of its part
         return replace(decision, step=decision.ledger.deal.step)
-    # a round that nobody has trained is dealt anew: to those that are here
+    # a round that no island has trained is dealt anew to the present islands
     ledger, step = decision.ledger, decision.step
     untrained = ledger.deal is not None and not contributors
     first = ledger.deal.first if untrained and ledger.deal else ledger.slots
@@ -280,12 +281,12 @@ def decide(members: Sequence[Member], *, steps: int, total: int, quorum: int, ov
 
 
 def process_group(reported: Collection[str], names: Sequence[str], quorum: int) -> tuple[str, bool]:
-    """The name of the process group of a quorum's members, and whether all members have it already.
+    """Returns the name of the process group of a quorum's members, and whether all members already have it.
 
     Args:
-        reported: process groups that the members have; none where no group may be kept.
+        reported: process groups that the members have; empty where no group may be kept.
         names: names of all members, in order.
-        quorum: number of the quorum; names a new group.
+        quorum: number of the quorum, which names a new group.
     """
     members = ",".join(names)
     known = next(iter(reported)) if len(set(reported)) == 1 else ""
@@ -294,9 +295,9 @@ def process_group(reported: Collection[str], names: Sequence[str], quorum: int) 
 
 
 def _group(members: Sequence[Member], quorum: int) -> tuple[str, bool]:
-    """The process group of an exchange, and whether all members have it.
+    """Returns the process group of an exchange, and whether all members have it.
 
-    Each reports the group in which its last exchange has succeeded, so that all know whether one has lost it.
+    Each member reports the group in which its last exchange succeeded, so all know whether a member has lost it.
     """
     used = all(0 <= quorum - each.group_used < KEPT_NS for each in members)
     return process_group([each.group for each in members] if used else (), [each.name for each in members], quorum)
@@ -323,7 +324,7 @@ def _contributed(decision: Decision, members: Sequence[Member]) -> Decision:
 
 
 def _without_tails(decision: Decision) -> Decision:
-    """Marks the tails of islands that take another one's state as lost: they have not trained them."""
+    """Marks the tails of islands that take another island's state as lost, since their training is dropped."""
     ledger, healed = decision.ledger, [decision.names[n] for n in decision.healed]
     lost = {each.name: each.slots for each in ledger.tails if each.name in healed}
     tails = tuple(each for each in ledger.tails if each.name not in healed)
@@ -332,6 +333,6 @@ def _without_tails(decision: Decision) -> Decision:
 
 
 def compatible(members: Sequence[Member]) -> tuple[Member, ...]:
-    """The members with the curve and the shards of the first that lives, or of the first by name."""
+    """Returns the members with the curve and shards of the first living member, or else of the first by name."""
     ordered = sorted(members, key=lambda each: (not each.living, each.name))
     return tuple(each for each in members if each.layout == ordered[0].layout)

@@ -1,8 +1,8 @@
-"""Quorums of islands, from torchft's lighthouse: which islands live, and where they can be reached.
+"""Quorums of islands, from torchft's lighthouse: the living islands and their addresses.
 
-The lighthouse forms a quorum when every island whose heartbeat it hears has asked for one, or when it has waited for
-the others for its join time-out. torchft has no authentication: what an island reports carries a message
-authentication code under the shared secret, and reports without a right one are left out.
+The lighthouse forms a quorum when every island whose heartbeat it receives has asked for one, or when its join time-out
+is over. torchft has no authentication, so an island's report carries a message authentication code under the shared
+secret, and reports without a valid code are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEARTBEAT_S = 1.0
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 _HEARTBEAT_LIMIT, _HEARTBEAT_RETRY_S = timedelta(seconds=1.5), 0.5
-"""Time limit of a heartbeat, and seconds until the next try: a lost one must not end membership (after 5 s)."""
+"""Time limit of a heartbeat, and seconds until the next try: a lost heartbeat must not end membership (after 5 s)."""
 _TICK_S = 1.0
 
 
@@ -40,7 +40,7 @@ class LighthouseReport(Protocol):
         ...
 
     def plain(self) -> PlainReport:
-        """The fields as JSON."""
+        """Converts the fields to JSON."""
         ...
 
 
@@ -49,14 +49,14 @@ R = TypeVar("R", bound=LighthouseReport)
 
 @dataclass(frozen=True)
 class Quorum(Generic[R]):
-    """The islands that have asked together.
+    """The islands that have asked for a quorum together.
 
     Attributes:
-        number: number of the quorum; a larger one after every change of its members.
-        formed: time in ns by the lighthouse's clock, which tells apart the quorums of the same members.
+        number: number of the quorum, which grows with every change of the members.
+        formed: time in ns by the lighthouse's clock, which distinguishes quorums with equal members.
         members: reports of the members.
-        stores: HOST:PORT of the store of each, in the order of `members`.
-        refused: identifiers of members whose report does not carry a right authentication code.
+        stores: HOST:PORT of each member's store, in the order of `members`.
+        refused: identifiers of members whose report has no valid authentication code.
     """
 
     number: int
@@ -66,7 +66,7 @@ class Quorum(Generic[R]):
     refused: tuple[str, ...]
 
     def store_of(self, name: str) -> str:
-        """HOST:PORT of the store of a member."""
+        """Returns HOST:PORT of a member's store."""
         return self.stores[[each.name for each in self.members].index(name)]
 
 
@@ -76,8 +76,8 @@ class LighthouseMember(Generic[R]):
     Args:
         address: HOST:PORT of the lighthouse.
         store: HOST:PORT of this island's store.
-        secret: shared by all islands; empty without one.
-        parse: makes a report of its JSON.
+        secret: secret shared by all islands; empty without a secret.
+        parse: parses a report from JSON.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class LighthouseMember(Generic[R]):
     ) -> None:
         self._parse = parse
         self._address, self._name, self._store, self._secret = address, name, store, secret
-        # a restarted island is another one for the lighthouse; of two with one name the later one counts
+        # to the lighthouse a restarted island is a new one; of two with one name the later counts
         self._id = f"{name}:{time.time_ns():020d}"
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, name="lighthouse", daemon=True).start()
 
     def ask(self, member: R) -> Future[Quorum[R]]:
-        """Asks for the next quorum; a lighthouse that does not answer is asked again until it does."""
+        """Asks for the next quorum; repeats the request until the lighthouse answers."""
         future = Future[Quorum[R]]()
-        # a daemon: the lighthouse does not answer an island that has left, and a pool's thread is waited for at exit
+        # a daemon: the lighthouse does not answer an island that has left, and exit would wait for a pool's thread
         threading.Thread(target=self._answer, args=(member, future), name="quorum", daemon=True).start()
         return future
 
     def close(self) -> None:
-        """Sends no more heartbeats: the others do not wait for this island any more."""
+        """Stops the heartbeats: the other islands no longer wait for this one."""
         self._closed.set()
 
     def _answer(self, member: R, future: Future[Quorum[R]]) -> None:
@@ -152,11 +152,11 @@ class LighthouseMember(Generic[R]):
 
 
 def answer_of(asked: Future[Quorum[R]] | None, *, group: str) -> Quorum[R] | None:
-    """The quorum that was asked for; None where it has not come within a second. Called on the rank that has asked.
+    """Returns the requested quorum; None if it has not come within a second. Call it on the rank that has asked.
 
     Args:
         asked: the result of `LighthouseMember.ask`.
-        group: kind of group that asks, for the message: island or replica.
+        group: kind of the asking group, for the message: island or replica.
 
     Raises:
         TrainingError: the lighthouse failed.
@@ -173,14 +173,14 @@ def answer_of(asked: Future[Quorum[R]] | None, *, group: str) -> Quorum[R] | Non
 def authenticated(
     number: int, formed: int, participants: Sequence[Any], *, secret: bytes, parse: Callable[[PlainReport], R]
 ) -> Quorum[R]:
-    """The members of a quorum whose reports carry the right code; of two with one name the one started last.
+    """Returns the members of a quorum with valid codes; of two with one name the one started last.
 
     Args:
         number: number of the quorum.
         formed: time when it was formed, in ns by the lighthouse's clock.
         participants: torchft's `QuorumMember`s.
         secret: shared by all islands.
-        parse: makes a report of its JSON; raises KeyError, TypeError or ValueError where it is none.
+        parse: parses a report from JSON; raises KeyError, TypeError or ValueError for anything else.
     """
     found: dict[str, tuple[str, R, str]] = {}
     refused: list[str] = []
@@ -201,14 +201,14 @@ def authenticated(
 
 
 def refuse_other_secret(quorum: Quorum[R], *, name: str, field: str = "islands") -> None:
-    """Refuses to begin beside islands whose secret is another one: which of both is wrong cannot be known.
+    """Refuses to begin beside islands with another secret, since it is unknown which secret is wrong.
 
     Args:
-        quorum: the quorum that this island was part of.
+        quorum: the quorum with this island.
         field: name of the config's section.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: islands have another secret; the error names them.
     """
     if quorum.refused:
         others = ", ".join(each.rpartition(":")[0] for each in quorum.refused)

@@ -1,4 +1,4 @@
-"""Common part of islands of both modes: the outer state in checkpoints, and the batches of round after round."""
+"""Common part of islands of both modes: the outer state in checkpoints, and the batches of every round."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LocalIsland(ABC):
     Args:
         context: the island's rank and run.
         loader: makes this rank's batches.
-        step: inner steps that the engine's state has.
+        step: number of inner steps in the engine's state.
 
     Attributes:
         ledger: the island's ledger.
-        step: inner steps done.
+        step: number of inner steps done.
         excluded_from_step_time: true, since an exchange is no part of an inner step.
-        own_share: share of a step's batch that is run here: 1, since an island's batch is its own.
+        own_share: share of a step's batch that this island runs: 1, since it has its own batch.
     """
 
     excluded_from_step_time = True
@@ -43,26 +43,26 @@ class LocalIsland(ABC):
             self._outer = OuterState(state, context.section.outer)
 
     def state(self) -> State:
-        """The engine's state with the outer state, for a checkpoint."""
+        """Returns the engine's state with the outer state, for a checkpoint."""
         state = self._context.engine.state()
         with self._context.engine.edit_state() as whole:
             outer = self._outer.named(whole)
-        # of tied weights, one of the ranks that have a copy writes it
+        # tied weights are written by one of the ranks with a copy
         written = {key for key in outer if named_state.weight_key(key.partition("/")[2]) in state}
         return {**state, **{key: value for key, value in outer.items() if key in written}}
 
     def details(self) -> Details:
-        """The island's entry in a checkpoint's manifest."""
-        # not the step that the checkpoint is of: an exchange after it may have taken this island to another round
+        """Returns the island's entry in a checkpoint's manifest."""
+        # not the checkpoint's step: a later exchange may have taken this island to another round
         return {"island": {"name": self.name, "step": self.step, **self.ledger.plain()}}
 
     def load(self, directory: Path, details: Details | None, *, samples: int) -> None:
-        """Loads the outer state of a checkpoint; of an ordinary run's, the outer optimizer begins afresh.
+        """Loads a checkpoint's outer state; from an ordinary run's checkpoint the outer optimizer begins afresh.
 
         Args:
             directory: the checkpoint's directory.
             details: the manifest's `island`; None for an ordinary run.
-            samples: number of samples that an ordinary run had consumed: the islands go on behind them.
+            samples: number of samples that an ordinary run had consumed, after which the islands continue.
         """
         if details is None:
             self.ledger = Ledger(start=samples // self._context.samples)
@@ -70,7 +70,7 @@ class LocalIsland(ABC):
         with self._context.engine.edit_state() as state:
             outer = self._outer.named(state)
         named_state.read(outer, directory)
-        # a folder that another island has written counts as its own: it goes on in that one's place
+        # an island that loads another island's folder continues in that island's place
         self.ledger = Ledger.from_plain(details).renamed(details["name"], self.name)
         self.step = details.get("step", self.step)
 
@@ -84,25 +84,25 @@ class LocalIsland(ABC):
 
     @abstractmethod
     def exchange(self, step: int) -> Stop:
-        """Exchanges pseudo-gradients, and takes the state of another island where this one missed an exchange.
+        """Exchanges pseudo-gradients, and takes another island's state if this one missed an exchange.
 
         Args:
-            step: inner steps done.
+            step: number of inner steps done.
 
         Returns:
-            A stop that was requested while it waited; the exchange has not taken place then.
+            A stop that was requested while it waited; the exchange has then not taken place.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves: the others do not wait for this island any more."""
+        """Leaves: the other islands no longer wait for this one."""
 
     def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
-        """Ends an exchange in the background before a checkpoint is written; there is none here.
+        """Ends a background exchange before a checkpoint is written; by default there is none.
 
         Args:
-            step: inner steps done.
-            stop: the stop that was requested: other islands are not waited for then.
+            step: number of inner steps done.
+            stop: the requested stop, if any; with it, other islands are not waited for.
 
         Returns:
             `stop`, or a stop that was requested while it waited.
@@ -110,10 +110,10 @@ class LocalIsland(ABC):
         return stop
 
     def leave(self) -> None:  # noqa: B027  nothing to do in either mode
-        """Does nothing where a run ends before its last step: islands that are stopped together go on together."""
+        """Does nothing when a run ends before its last step: islands stopped together continue together."""
 
     def due(self, step: int) -> bool:
-        """Whether `exchange` is to be called after an inner step: an exchange begins there or ends there."""
+        """Tells whether to call `exchange` after an inner step, where an exchange begins or ends."""
         deal = self.ledger.deal
         return deal is not None and self.name in deal.names and step in (deal.snapshot_step, deal.last_step)
 
@@ -124,19 +124,19 @@ class LocalIsland(ABC):
         return deal is not None and bool(deal.slots(self.name)) and self.step == deal.last_step
 
     def batches(self) -> Iterator[StepBatch]:
-        """This rank's batches, of one round after the other; `exchange` must be called where it is `due`."""
+        """Yields this rank's batches, round after round; `exchange` must be called where it is `due`."""
         while self.step < self._context.total or self._owes_an_exchange:
             deal = self.ledger.deal_of(self.name, self.step)
             assert deal is not None
             slots, done = deal.slots(self.name), self.step - deal.step
             assert done >= 0
-            if not slots or done >= len(slots):  # this island came in the middle of a round
+            if not slots or done >= len(slots):  # this island joined in the middle of a round
                 if self.exchange(self.step):
                     return
                 continue
             first = slots.start + done + 1
             for number, batch in enumerate(self._loader(first, slots.stop)):
-                if self.ledger.deal_of(self.name, self.step) != deal:  # it has taken another island's state
+                if self.ledger.deal_of(self.name, self.step) != deal:  # the island has taken another island's state
                     break
                 self.step = deal.step + done + number + 1
                 yield replace(batch, step=self.step)

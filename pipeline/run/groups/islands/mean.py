@@ -1,14 +1,14 @@
 """The mean pseudo-gradient of the islands, bit-identical on all islands.
 
-Every island owns a part of the flat tensor: it gets that part of all pseudo-gradients (all-to-all), takes their mean in
-the order of the islands, and sends it to all (all-gather). Per island that is 2 (m - 1) / m times the bytes of a
-pseudo-gradient, as a ring all-reduce has; compressed, a quarter of that.
+Every island owns a part of the flat tensor. It receives this part of all pseudo-gradients (all-to-all), averages them
+in the order of the islands, and sends the mean to all (all-gather). Per island this moves 2 (m - 1) / m times the bytes
+of a pseudo-gradient, like a ring all-reduce; with compression, a quarter of that.
 
-The norm of a mean is at most the mean of the norms, and what is larger than that, or not finite, is refused by all
-islands before it is applied.
+The norm of a mean is at most the mean of the norms. All islands refuse a result with a larger or non-finite norm before
+it is applied.
 
-With int8, an island keeps what its rounding has left out and adds it to its next pseudo-gradient (error feedback,
-Karimireddy et al. 2019). The owner of a part does so with the rounding of the mean, too.
+With int8, an island adds its rounding error to its next pseudo-gradient (error feedback, Karimireddy et al. 2019). The
+owner of a part does the same with the rounding error of the mean.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pipeline.run.groups.islands.quantize import BLOCK, dequantize, quantize
 
 _ROUNDING = 1.25
 """Factor by which a norm may exceed its bound: int8 adds to each of a block's `BLOCK` values at most 1 / 254 of its
-largest, 6 % of the norm, twice; fp32 sums add nothing that shows."""
+largest, 6 % of the norm, twice; fp32 sums add nothing noticeable."""
 
 _NORM_PART = 1 << 20
 
 
 class Collectives(Protocol):
-    """The part of `peers.Peers` that is needed here."""
+    """The methods of `peers.Peers` that are used here."""
 
     rank: int
     size: int
@@ -63,13 +63,13 @@ def mean_over_islands(
     """Computes the mean of the contributors' pseudo-gradients. All islands of the group call it.
 
     Args:
-        gradient: fp32 [N], of this island; not used if it does not contribute.
+        gradient: fp32 [N], this island's pseudo-gradient; not used if it does not contribute.
         peers: the group.
         contributors: ranks of the islands whose pseudo-gradients count.
-        error: fp32 [N], what int8 compression has left out so far; None for fp32, without compression.
+        error: fp32 [N], accumulated rounding error of int8 compression; None without compression (fp32).
 
     Raises:
-        ExchangeError: the mean is not one of what the contributors have sent.
+        ExchangeError: the mean cannot result from the contributors' values.
     """
     count, own = gradient.numel(), peers.rank in contributors
     if error is None and peers.size == 1:
@@ -90,7 +90,7 @@ def mean_over_islands(
     mean = _mean(received, contributors)
     packed_mean = quantize(mean)
     begin = peers.rank * share
-    # a pseudo-gradient enters the mean divided by the number of contributors
+    # in the mean a pseudo-gradient is divided by the number of contributors
     left[begin : begin + share] += (mean - dequantize(packed_mean)) * len(contributors)
     values = torch.cat([dequantize(each) for each in peers.all_gather(packed_mean)])[:count]
     refuse_impossible(values, float(norms.mean()), peers)
@@ -98,23 +98,23 @@ def mean_over_islands(
 
 
 def norm_of(values: Tensor) -> Tensor:
-    """The Euclidean norm: fp64 [1]. Parts are summed in fp32, which is ten times as fast on a CPU, and then in fp64."""
+    """Computes the Euclidean norm: fp64 [1]. Sums parts in fp32 (ten times as fast on a CPU), then in fp64."""
     parts = [torch.linalg.vector_norm(part) for part in values.split(_NORM_PART)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts).double())
     return norm.reshape(1)
 
 
 def refuse_impossible(result: Tensor, bound: float, peers: Collectives) -> None:
-    """Refuses a result of an exchange that its inputs cannot give, on all members alike.
+    """Refuses, on all members alike, a result of an exchange that its inputs cannot give.
 
     Args:
-        result: fp32 [N], the same on all members.
-        bound: largest norm that it can have; not finite where a member's own values are not, which is that member's to
-            tell.
+        result: fp32 [N], equal on all members.
+        bound: largest norm that the result can have; not finite if a member's own values are not, which that member
+            reports.
         peers: the group.
 
     Raises:
-        ExchangeError: its norm is larger, or not finite.
+        ExchangeError: the norm of the result is larger, or not finite.
     """
     norm = float(norm_of(result))
     if math.isfinite(bound) and not norm <= _ROUNDING * bound:

@@ -20,13 +20,13 @@ from pipeline.run.groups.islands.ledger import Deal
 
 
 def weight_shards(state: State) -> dict[str, NamedShard | Tensor]:
-    """The weights of a state, by Hugging Face name."""
+    """Returns the weights of a state, by Hugging Face name."""
     prefix = weight_key("")
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
 def gather(state: State) -> Tensor:
-    """The weights of a state: fp32 [N] on the CPU, a copy."""
+    """Copies the weights of a state to the CPU: fp32 [N]."""
     parts = all_parts(weight_shards(state))
     flat = [part.detach().reshape(-1).to("cpu", torch.float32) for part in parts]
     return torch.cat(flat) if flat else torch.empty(0)
@@ -41,16 +41,17 @@ def scatter(flat: Tensor, state: State) -> None:
 
 
 def layout_digest(state: State) -> str:
-    """Names, shapes and offsets of a rank's shards, as a digest: islands exchange between ranks with equal shards."""
+    """Computes a digest of a rank's shards (names, shapes, offsets): ranks that exchange must have equal shards."""
     table = encode_table(table_of(weight_shards(state)))
     return hashlib.sha256(json.dumps([each.hex() for each in table.digests]).encode()).hexdigest()[:16]
 
 
 def learning_rate_ratio(schedule: Schedule, ended: Deal, *, steps: int, overlap: int = 0) -> float:
-    """Ratio of a pseudo-gradient's summed inner learning rates to the previous one's; at most 1.
+    """Computes the ratio of a pseudo-gradient's summed inner learning rates to the previous one's, at most 1.
 
-    A pseudo-gradient is a sum of steps, which have the size of their learning rates. With this factor momentum is a sum
-    of directions, as that of an SGD whose own learning rate falls (torch's SGD multiplies it after momentum).
+    A pseudo-gradient is a sum of steps, whose sizes are proportional to their learning rates. With this factor momentum
+    is a sum of directions, like that of an SGD with a falling learning rate (torch's SGD multiplies by it after
+    momentum).
 
     Args:
         schedule: schedule of the inner learning rate.
@@ -69,13 +70,13 @@ class OuterState:
     """Outer weights and the outer optimizer: SGD with Nesterov momentum on the mean pseudo-gradient.
 
     Args:
-        state: the engine's state; the outer weights begin as its weights.
+        state: the engine's state, with the initial outer weights.
         section: the config's `islands.outer`.
 
     Attributes:
         weights: fp32 [N].
         momentum: fp32 [N].
-        error: fp32 [N], what compression has left out of this rank's pseudo-gradients so far.
+        error: fp32 [N], accumulated compression error of this rank's pseudo-gradients.
     """
 
     def __init__(self, state: State, section: OuterSection) -> None:
@@ -84,15 +85,15 @@ class OuterState:
         self.momentum, self.error = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
 
     def pseudo_gradient(self, inner: Tensor) -> Tensor:
-        """Outer minus inner weights: fp32 [N] (Douillard et al. 2023, algorithm 1, line 11)."""
+        """Computes outer minus inner weights: fp32 [N] (Douillard et al. 2023, algorithm 1, line 11)."""
         return self.weights - inner
 
     def step(self, gradient: Tensor, *, kept: float = 1.0) -> None:
-        """One update: momentum = mu * momentum + g; weights -= lr * (g + mu * momentum), as torch's SGD with nesterov.
+        """Makes a Nesterov step as torch's SGD: momentum = mu * momentum + g; weights -= lr * (g + mu * momentum).
 
         Args:
             gradient: fp32 [N], the mean pseudo-gradient; overwritten.
-            kept: factor by which the momentum is multiplied first.
+            kept: factor applied to the momentum first.
         """
         mu, lr = self._section.momentum, self._section.lr
         if mu:
@@ -105,20 +106,20 @@ class OuterState:
 
         Args:
             state: the engine's state, changed in place.
-            since: fp32 [N], the inner weights of which the pseudo-gradient was taken: what has been trained since is
-                kept, inner = outer + (inner - since). None: the outer weights alone.
+            since: fp32 [N], the inner weights from which the pseudo-gradient was taken; training since then is kept:
+                inner = outer + (inner - since). None for the outer weights alone.
         """
         scatter(self.weights if since is None else gather(state).sub_(since).add_(self.weights), state)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The tensors that a late comer takes; error feedback belongs to the pseudo-gradients of its own island."""
+        """Returns the tensors for an island that joins late; without error feedback, which is specific to an island."""
         return self.weights, self.momentum
 
     def named(self, state: State) -> dict[str, NamedShard | Tensor]:
-        """The outer state as shards of a checkpoint, views.
+        """Returns the outer state as shards of a checkpoint, as views.
 
         Args:
-            state: the engine's state, whose shards of weights they are like.
+            state: the engine's state, whose weight shards have the same layout.
         """
         shards = weight_shards(state)
         sizes = [sum(part.numel() for part in parts_of(value).values()) for value in shards.values()]

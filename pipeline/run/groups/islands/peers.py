@@ -1,9 +1,9 @@
-"""The process group of one rank with the same rank of the other islands: formed anew when the islands change.
+"""The process group of one rank with the same rank of the other islands, formed anew when the islands change.
 
-torchft's `ProcessGroupGloo` on an interface of our choice: torch's own takes that of the host's name, and its TCP store
-listens on all. Where there is a secret, the members prove to each other that they have it before anything is sent.
-The bytes are not encrypted. Every message is followed by its checksum, and the receiver asks for it again where the two
-differ: TCP's own 16 bits let through what a damaged relay has rewritten.
+It is torchft's `ProcessGroupGloo` on an interface of our choice; torch's own group takes the interface of the host's
+name, and its TCP store listens on all interfaces. If there is a secret, the members prove to each other that they have
+it before anything is sent. The bytes are not encrypted. Every message is followed by its checksum; if it does not
+match, the receiver asks for the message again. TCP's 16-bit checksum misses what a damaged relay has rewritten.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from torch.distributed import TCPStore
 from foundation.errors import HeadraceError
 
 CHUNK_BYTES = 32 << 20
-"""Most bytes of one message of a state: the time-out is for each message."""
+"""Largest number of bytes in one message of a state, since the time-out is per message."""
 
 _ATTEMPTS = 3
-"""Times that a message is sent: an exchange fails if it arrives damaged each time."""
+"""Number of times a message is sent; the exchange fails if it arrives damaged each time."""
 
 _RIGHT, _DAMAGED = (torch.tensor([value] * 8, dtype=torch.uint8) for value in (0x5A, 0xA5))
-"""Verdicts of a receiver on a message. All 64 bits differ, so that the one that was meant shows through damage."""
+"""Verdicts of a receiver on a message. All 64 bits differ, so a damaged verdict can still be recognized."""
 
 _VALUES, _SUM, _VERDICT = 0, 1, 2
 """Tags of a message, of its checksum, and of the receiver's verdict on it."""
 
 
 class ExchangeError(HeadraceError):
-    """An exchange with other islands or replicas failed: one has died, or does not answer. It is tried again."""
+    """An exchange with other islands or replicas failed: one has died or does not answer. It is then repeated."""
 
 
 class PeerStore:
-    """The store in which the process groups of a quorum find each other; one per rank of an island.
+    """The store through which a quorum's process groups are formed; one per rank of an island.
 
     Args:
         bind: address to listen on.
@@ -64,34 +64,34 @@ class PeerStore:
 
 
 class Peers:
-    """Connections to the other islands. Every call raises ExchangeError where a peer does not answer in time.
+    """Connections to the other islands. Every call raises ExchangeError if a peer does not answer in time.
 
     Args:
         bind: address of this host on which peers connect.
-        timeout_s: seconds after which a message has failed.
-        secret: shared by all islands; empty without one.
+        timeout_s: seconds after which a message counts as failed.
+        secret: secret shared by all islands; empty without a secret.
 
     Attributes:
-        rank: rank of this island among those of the quorum.
+        rank: rank of this island in the quorum.
         size: number of islands.
-        bytes_sent: bytes of values sent to other islands since this was last set to 0, repetitions included; 16 bytes
-            of each message, its checksum and the answer to it, are not counted.
-        damaged: messages that arrived here with a wrong checksum, and were asked for again.
+        bytes_sent: bytes of values sent to other islands since this was last set to 0, repetitions included, without
+            the 16 bytes of each message's checksum and verdict.
+        damaged: number of messages that arrived here with a wrong checksum and were requested again.
     """
 
     def __init__(self, *, bind: str, timeout_s: float, secret: bytes) -> None:
         self._group = _make_group(bind, timeout_s)
         self._secret = secret
         self.rank, self.size, self.bytes_sent, self.damaged = 0, 1, 0, 0
-        self._sent, self._received = Counter[int](), Counter[int]()  # messages in this group, by island
+        self._sent, self._received = Counter[int](), Counter[int]()  # number of messages in this group, by island
 
     def form(self, store: str, *, quorum: int, attempt: str, rank: int, size: int) -> None:
-        """Forms the group of a quorum; the one before is closed.
+        """Forms the group of a quorum; closes the previous group.
 
         Args:
-            store: HOST:PORT of the store of one of its islands.
+            store: HOST:PORT of the store of one of the quorum's islands.
             quorum: number of the quorum.
-            attempt: name of this forming; the same on all islands.
+            attempt: name of this attempt to form the group, equal on all islands.
             rank: rank of this island in the group.
             size: number of islands.
         """
@@ -114,17 +114,17 @@ class Peers:
         return received
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """Gathers the values of all islands, which have one shape and dtype, in their order."""
+        """Gathers the values of all islands, of equal shape and dtype, in the order of the islands."""
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         self._swap([values] * self.size, gathered)
         return gathered
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Sends `sent[i]` to island i, and receives `received[i]` from it, with all at the same time.
+        """Sends `sent[i]` to island i and receives `received[i]` from it, for all islands at the same time.
 
-        Receives come first: gloo sends nothing before it knows that the other side receives, and what tells so would
-        queue up behind this side's data on the same connection, so that the two directions took turns. gloo's own
-        all-to-all does that, and its all-gather goes round a ring, in size - 1 round trips instead of one.
+        Receives are posted first. gloo sends nothing before it knows that the other side receives. That notice would
+        queue up behind this side's data on the same connection, and the two directions would take turns, as in gloo's
+        own all-to-all. gloo's all-gather uses a ring, with size - 1 round trips instead of one.
         """
         received[self.rank].copy_(sent[self.rank])
         others = [island for island in range(self.size) if island != self.rank]
@@ -141,10 +141,10 @@ class Peers:
             self._deliver({}, {source: part})
 
     def _deliver(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
-        """Sends and receives at the same time, by island, and repeats messages that arrive with another checksum.
+        """Sends and receives at the same time, by island, and repeats messages that arrive with a wrong checksum.
 
-        A checksum includes the number of the message. Where sender and receiver take each other's verdict for another
-        one, a message that is sent again is not taken for the next one.
+        A checksum includes the number of the message. So a repeated message is not taken for the next one, even if
+        sender and receiver misread a verdict.
 
         Raises:
             ExchangeError: a peer does not answer, or a message arrives damaged for the `_ATTEMPTS`th time.
@@ -174,7 +174,7 @@ class Peers:
         raise ExchangeError(f"messages to or from member {among} arrived damaged {_ATTEMPTS} times: check its network")
 
     def _transfer(self, *messages: tuple[int, dict[int, Tensor], dict[int, Tensor]]) -> None:
-        """Sends and receives (tag, values to send by island, room for those to receive by island)."""
+        """Sends and receives (tag, values to send by island, buffers for values to receive by island)."""
         with _failures():
             works = [self._group.recv([to], island, tag) for tag, _, room in messages for island, to in room.items()]
             works += [self._group.send([of], island, tag) for tag, sent, _ in messages for island, of in sent.items()]
@@ -186,10 +186,10 @@ class Peers:
         self._group.shutdown()
 
     def _prove(self, attempt: str) -> None:
-        """Proves to the other members that this one has the secret, by answers to random challenges, and checks theirs.
+        """Proves by answers to random challenges that this member has the secret, and checks the others' answers.
 
         Raises:
-            ExchangeError: one has another secret.
+            ExchangeError: a member has another secret.
         """
         if not self._secret:
             return
@@ -205,28 +205,28 @@ class Peers:
 
 
 def _checksum(values: Tensor, number: int) -> Tensor:
-    """XXH3 of a contiguous tensor's bytes and the number of the message: uint8 [8]."""
+    """Computes XXH3 of a contiguous tensor's bytes and the number of the message: uint8 [8]."""
     data = values.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.frombuffer(bytearray(xxhash.xxh3_64_digest(data.data, seed=number)), dtype=torch.uint8)
 
 
 def _is_right(verdict: Tensor) -> bool:
-    """Whether a verdict is nearer to `_RIGHT` than to `_DAMAGED`."""
+    """Tells whether a verdict is nearer to `_RIGHT` than to `_DAMAGED`."""
     differing = int.from_bytes(bytes((verdict ^ _RIGHT).tolist()), "big").bit_count()
     return differing < 4 * len(_RIGHT)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as bytes, uint8 [n], on the CPU."""
+    """Packs tensors into bytes, uint8 [n], on the CPU."""
     parts = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack(values: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes bytes that `pack` has made of tensors of the same shapes and dtypes into `tensors`, in place."""
+    """Writes bytes from `pack` into tensors of the same shapes and dtypes, in place."""
     sizes = [each.nbytes for each in tensors]
     for part, target in zip(values.split(sizes), tensors, strict=True):
-        # the bytes of a part need not lie where its dtype wants them
+        # the bytes of a part need not be aligned for its dtype
         target.detach().copy_(part.clone().view(target.dtype).view(target.shape))
 
 
@@ -243,7 +243,7 @@ class _failures:  # noqa: N801  used as a keyword of a `with`
 
 
 def _make_group(bind: str, timeout_s: float) -> Any:
-    """torchft's gloo group, listening on `bind` only."""
+    """Makes torchft's gloo group, listening on `bind` only."""
     from torch.distributed import ProcessGroupGloo as Gloo  # noqa: PLC0415
     from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Values that share a scale: 4 bytes of scale for 256 of values."""
+"""Number of values that share a scale: 4 bytes of scale for 256 bytes of values."""
 
 
 def quantize(values: Tensor) -> Tensor:
-    """Rounds to the nearest of 255 levels between -max and max of a block.
+    """Rounds to the nearest of 255 levels between -max and max of each block.
 
     Args:
         values: fp32 [n], n a multiple of `BLOCK`.
@@ -26,7 +26,7 @@ def quantize(values: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor) -> Tensor:
-    """Inverts `quantize`, but for the rounding.
+    """Inverts `quantize`, except for the rounding.
 
     Args:
         packed: uint8 [n / BLOCK, BLOCK + 4].

@@ -1,4 +1,4 @@
-"""Common decisions of an island's ranks in an exchange: in the training loop, or in a thread beside it."""
+"""Common decisions of an island's ranks in an exchange: in the training loop or in a concurrent thread."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Ranks(Protocol):
     """The ranks of one island. Every method is collective over them."""
 
     def from_first(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0; returns or raises its outcome on all ranks."""
+        """Runs `action` on rank 0; returns its result, or raises its error, on all ranks."""
         ...
 
     def agreed(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank."""
+        """Tells whether `flag` is true on any rank."""
         ...
 
     def stopped(self) -> bool:
-        """Whether an exchange that waits for other islands is to be given up."""
+        """Tells whether to give up an exchange that waits for other islands."""
         ...
 
     def asked(self) -> bool:
-        """Whether this rank alone is to give the exchange up. Not collective."""
+        """Tells whether this rank was asked to give up the exchange. Not collective."""
         ...
 
 
@@ -69,7 +69,7 @@ class LoopRanks:
 
 
 class ThreadRanks:
-    """The ranks in a thread beside the training loop, over another group: their collectives must not meet the loop's.
+    """The ranks in a thread, over a group of its own: its collectives must not mix with the training loop's.
 
     Args:
         group: gloo process group over all ranks of the island; None for one process.

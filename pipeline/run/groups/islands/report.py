@@ -13,7 +13,7 @@ from pipeline.runtime.metrics.sinks import JournalRow
 
 
 def report_failure(context: IslandContext, step: int, why: str) -> None:
-    """Reports an exchange that failed, and is tried again."""
+    """Reports a failed exchange, which is tried again."""
     context.record(step, event="exchange_failed", why=why)
     context.say(f"step {step}: exchange with the other islands failed: {why}")
 
@@ -25,7 +25,7 @@ def report_exchange(
 
     Args:
         context: the island.
-        step: inner steps that it has done.
+        step: number of inner steps that the island has done.
         decision: the decision that was carried out.
         refused: islands whose reports did not verify.
         costs: further values: bytes and seconds.
@@ -45,7 +45,7 @@ def report_exchange(
 
 
 def exchange_row(decision: Decision, *, name: str, samples: int) -> JournalRow:
-    """The values of an event, without costs; samples of the round before only where there are any.
+    """Returns the values of an event, without costs; samples of the previous round only if there are any.
 
     Args:
         decision: the decision that was carried out.
@@ -88,9 +88,9 @@ def report_update(
 
     Args:
         context: the island.
-        step: inner steps that it had done.
+        step: number of inner steps that the island had done.
         ledger: the island's ledger after the exchange.
-        done: the round whose pseudo-gradient was applied; None where it has joined.
+        done: round whose pseudo-gradient was applied; None if the island has just joined.
         islands: names of the islands that live.
         lost: slots of islands that have died.
         costs: further values: staleness, bytes and seconds.
@@ -113,7 +113,7 @@ def report_update(
 
 
 def over_ranks(context: IslandContext, value: float) -> float:
-    """The sum over the ranks of the island. Collective."""
+    """Sums over the ranks of the island. Collective."""
     total = torch.tensor(value, dtype=torch.float64, device=context.agreement.device)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -121,11 +121,11 @@ def over_ranks(context: IslandContext, value: float) -> float:
 
 
 def _unique(lost: Sequence[Tail], n: int) -> str:
-    """The name of the island that has lost slots; numbered where one has died more than once."""
+    """Returns the name of the island that lost slots; numbered if it has died more than once."""
     before = sum(each.name == lost[n].name for each in lost[:n])
     return f"{lost[n].name} ({before + 1})" if before else lost[n].name
 
 
 def _ends(slots: range, samples: int) -> list[int]:
-    """The first and the last sample of slots; empty for none."""
+    """Returns the first and the last sample of slots; empty without slots."""
     return [slots.start * samples, slots.stop * samples - 1] if slots else []

@@ -1,8 +1,8 @@
 """Messages between islands and the holder of asynchronous mode: JSON and bytes over TCP, authenticated one by one.
 
-Both sides prove that they have the shared secret (HMAC-SHA256 over two random challenges), and every message carries an
-authentication code under a key of the connection, over its direction, its number and its JSON, and over its bytes.
-Nothing is encrypted. Without a secret the key is of an empty one.
+Both sides prove that they have the shared secret (HMAC-SHA256 over two random challenges), and every message carries
+authentication codes under the connection's key: one over its direction, number and JSON, one over its bytes. Nothing is
+encrypted. Without a secret the key comes from an empty secret.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _NONCE_BYTES, _CODE_BYTES, _MOST_JSON_BYTES, _MOST_BYTES = 32, 32, 1 << 20, 1 <<
 
 
 class WrongSecretError(ExchangeError):
-    """The other side has another secret."""
+    """The other side has a different secret."""
 
 
 class Channel:
-    """One authenticated connection. Every call raises ExchangeError where the other side does not answer in time.
+    """One authenticated connection. Every call raises ExchangeError if the other side does not answer in time.
 
     Args:
         connection: a connected socket, closed by `close`.
-        secret: shared by both sides; empty without one.
+        secret: secret shared by both sides; empty without a secret.
         server: whether this side has accepted the connection.
 
     Raises:
@@ -45,7 +45,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, *, secret: bytes, server: bool) -> None:
         self._socket, self._server = connection, server
-        if connection.family != socket.AF_UNIX:  # a request is several small writes, the answer to which is waited for
+        if connection.family != socket.AF_UNIX:  # a request is several small writes whose answer is awaited
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sent = self._received = 0
         own = os.urandom(_NONCE_BYTES)
@@ -58,7 +58,7 @@ class Channel:
         if not server:
             self._write(mine)
         if not hmac.compare_digest(bytes(self._read(_CODE_BYTES)), theirs):
-            if server:  # a code that does not verify either tells the client why
+            if server:  # an invalid code tells the client the reason
                 self._write(bytes(_CODE_BYTES))
             raise WrongSecretError("the other side has another islands.secret_file")
         if server:
@@ -78,14 +78,14 @@ class Channel:
         """Receives JSON and bytes, uint8 [n].
 
         Raises:
-            WrongSecretError: the message is not the other side's.
+            WrongSecretError: the message is not from the other side.
         """
         head = bytes(self._read(_HEAD.size))
         length, size = _HEAD.unpack(head)
         if length > _MOST_JSON_BYTES or size > _MOST_BYTES:
             raise ExchangeError(f"a message announces {length} and {size} bytes, more than any has")
         text = bytes(self._read(length))
-        self._verify("head", head + text)  # before it is believed how many bytes follow
+        self._verify("head", head + text)  # before the announced number of bytes is trusted
         body = self._read(size)
         self._verify("body", body)
         self._received += 1
@@ -127,12 +127,12 @@ class Channel:
 
 
 class HolderClient:
-    """A client of the holder that connects when it has to.
+    """A client of the holder that connects when necessary.
 
     Args:
         address: HOST:PORT of the holder.
-        secret: shared by all islands; empty without one.
-        timeout_s: seconds without progress after which a call has failed.
+        secret: secret shared by all islands; empty without a secret.
+        timeout_s: seconds without progress after which a call counts as failed.
     """
 
     def __init__(self, address: str, *, secret: bytes, timeout_s: float) -> None:
@@ -144,7 +144,7 @@ class HolderClient:
         """Sends a request; returns the answer.
 
         Raises:
-            ExchangeError: there is none.
+            ExchangeError: there is no answer.
         """
         try:
             channel = self._connected()
@@ -155,7 +155,7 @@ class HolderClient:
             raise
 
     def close(self) -> None:
-        """Closes the connection; the next call opens another one."""
+        """Closes the connection; the next call opens a new one."""
         if self._channel is not None:
             self._channel.close()
         self._channel = None

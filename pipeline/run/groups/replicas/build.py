@@ -1,4 +1,4 @@
-"""Makes the replica that a rank belongs to."""
+"""Makes the replica to which a rank belongs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_replica(here: RankOfRun, *, stepper: GuardedStepper, load: Loader) -> R
     """Opens the replica of this rank; None for an ordinary run. Collective.
 
     Args:
-        here: this rank; its stack closes the replica, whose state is loaded from its checkpoint.
+        here: this rank; its stack closes the replica, its checkpoint has the state.
         stepper: runs the steps, and has the statistics of loss spikes.
         load: loads this rank's batches of some samples of the steps.
     """
@@ -63,7 +63,7 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
 
     Args:
         checkpoint: the replica's checkpoint, or an ordinary run's; None at the start.
-        layout: digest of everything that determines an update bit for bit (see `ReplicaMember`).
+        layout: digest of all that determines an update bit for bit (see `ReplicaMember`).
     """
     manifest = checkpoint.manifest if checkpoint else None
     details = manifest.details.get("replicas", {}) if manifest else {}
@@ -71,7 +71,7 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
         name=name,
         step=checkpoint.step if checkpoint else 0,
         exchanges=details.get("exchanges", 0),
-        # an ordinary run's checkpoint names its bytes: two of one step need not be equal
+        # for an ordinary run's checkpoint, its fingerprint: two of one step may differ
         commit=details.get("commit", manifest.fingerprint[:16] if manifest else ""),
         before=None,
         held=(),
@@ -84,8 +84,8 @@ def member_at(name: str, checkpoint: Checkpoint | None, *, layout: str) -> Repli
 
 
 def digest_of_run(engine: Engine, curve: Curve, *, anomalies: AnomaliesSection, engine_name: str, stage: int) -> str:
-    """Digest of the shards of all ranks, and of the keys that determine which updates are applied and their bits."""
-    # the curve has no response to non-finite steps, with which a run may be resumed; here all must respond alike
+    """Computes a digest of all ranks' shards, and of the keys that determine updates bit for bit."""
+    # the curve leaves out the response to non-finite steps, which a resume may change; replicas must respond alike
     policies = anomalies.model_dump(mode="json")
     alike = (curve, policies, engine_name, stage)
     # the ranks of one replica may have different devices

@@ -1,4 +1,4 @@
-"""`headrace replicas`: the lighthouse and the replicas of a run on this machine, which may die and come back."""
+"""`headrace replicas`: runs the lighthouse and replicas of a run on this machine; replicas may die and restart."""
 
 from __future__ import annotations
 

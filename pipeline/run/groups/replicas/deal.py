@@ -1,13 +1,12 @@
-"""The samples of a step that each replica runs, as a quorum decides. Pure integers; no torch, no network.
+"""The samples of a step that each replica runs, by decision of a quorum. Pure integers; no torch, no network.
 
-The order of samples and the global batch are the run's own (laws 1 and 3). A quorum divides those samples of a step
-that no living replica has run into contiguous ranges. Between two steps that is all of them; in the middle of a step,
-it is what a replica that has died would have run. When nothing is left, gradients are exchanged.
+The order of samples and the global batch are the run's own (laws 1 and 3). A quorum divides the samples of a step that
+no living replica has run into contiguous ranges. Between two steps these are all samples; in the middle of a step, they
+are the samples of a replica that has died. When no samples are left, gradients are exchanged.
 
-An exchange may succeed on some replicas and fail on others, one of which has just died, say. Every successful exchange
-gives a new *commit*: replicas that have made the same steps with equal commits have the same weights, bit by bit, and
-report the same losses and gradient norms. A replica that missed the last exchange is given its result, and makes the
-same update from it.
+An exchange may succeed on some replicas and fail on others, for example when a replica dies. Every successful exchange
+gives a new *commit*: replicas with equal steps and commits have bit-identical weights, and report equal losses and
+gradient norms. A replica that missed the last exchange gets its result, and makes the same update from it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class ReplicaMember:
     """Report of a replica that asks for a quorum.
 
     Attributes:
-        step: steps that it has finished.
-        exchanges: gradient exchanges that have succeeded in the run; more than steps where some were executed again.
-        commit: name of the sequence of exchanges that has led to its weights.
-        before: the commit before that one; None where it does not have the result of that exchange.
-        held: ranges of samples of its current step whose gradients it has added up.
+        step: number of steps that the replica has finished.
+        exchanges: number of successful gradient exchanges in the run; exceeds steps if some steps were executed again.
+        commit: name of the sequence of exchanges that led to its weights.
+        before: the previous commit; None if the replica does not have the result of the last exchange.
+        held: ranges of samples of its current step whose gradients it has summed.
         between: whether it is between two steps.
-        group: the process group that it has, see `ReplicaDecision.group`; empty after a failure.
+        group: its process group (`ReplicaDecision.group`); empty after a failure.
         living: whether it has been part of a quorum since it was started.
         waited: whether it has waited for the other replicas long enough at the start.
         layout: digest of everything that determines an update bit for bit: its config's curve and policies,
@@ -62,12 +61,12 @@ class ReplicaMember:
         return self.step, self.commit, self.state
 
     def plain(self) -> PlainReport:
-        """The fields as JSON."""
+        """Converts the fields to JSON."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: PlainReport) -> ReplicaMember:
-        """The inverse of `plain`."""
+        """Inverts `plain`."""
         return cls(**{**plain, "held": tuple((first, end) for first, end in plain["held"])})
 
 
@@ -76,17 +75,17 @@ class ReplicaDecision:
     """Decision of a quorum on its replicas' next actions; every replica decides the same.
 
     Attributes:
-        names: replicas that run the step, sorted: their ranks in the process group.
-        source: the replica whose state, or whose result of the last exchange, others take.
-        late: replicas that missed the last exchange and take its result; nothing else is done then.
+        names: sorted names of the replicas that run the step; their indices are their ranks in the process group.
+        source: replica whose state, or whose result of the last exchange, others take.
+        late: replicas that missed the last exchange and take its result; if there are any, nothing else is done.
         healed: replicas that take the state of `source`.
-        ahead: replicas that were just started from a checkpoint of a later step, which `source` would take from them.
-        waiting: replicas that come in the middle of a step, and ask again.
-        behind: living replicas that missed more than one exchange, or have not the weights that their commit names.
-        reset: replicas whose samples another one has run, too: they drop their gradients.
-        parts: replica -> samples of the step that it is to run now; no key where that is none.
+        ahead: replicas just started from a checkpoint later than the step of `source`; they are refused.
+        waiting: replicas that join in the middle of a step, and ask again.
+        behind: living replicas that missed more than one exchange, or whose weights are not those of their commit.
+        reset: replicas whose samples another replica has run, too; they drop their gradients.
+        parts: replica -> samples of the step that it is to run now; no key without samples.
         group: name of the process group.
-        formed: whether the members have that group already.
+        formed: whether the members already have the group.
     """
 
     names: tuple[str, ...]
@@ -105,13 +104,13 @@ class ReplicaDecision:
 def decide(members: Sequence[ReplicaMember], *, samples: int, quorum: int) -> ReplicaDecision:
     """Decides the next actions of a quorum: a pure function of its replicas' reports.
 
-    Replicas that live come before those that were just started; then most exchanges count (before the first quorum,
-    most steps), then most replicas, then those that have the result of the last exchange.
+    Living replicas come before replicas just started. Then the most exchanges count (before the first quorum, the most
+    steps), then the most replicas, then possession of the last exchange's result.
 
     Args:
         members: reports of the quorum's replicas, in any order; names are unique.
         samples: global batch size.
-        quorum: number of this quorum; names a process group.
+        quorum: number of this quorum, which names a process group.
     """
     members = sorted(members, key=lambda each: each.name)
     living = [each for each in members if each.living]
@@ -149,7 +148,7 @@ def decide(members: Sequence[ReplicaMember], *, samples: int, quorum: int) -> Re
 
 
 def divide(ranges: Ranges, names: Sequence[str]) -> dict[str, Ranges]:
-    """Divides samples equally over replicas, in contiguous ranges in the order of their names."""
+    """Divides samples equally over replicas, in contiguous ranges by order of names."""
     counts = largest_remainder([1] * len(names), count_of(ranges), least=0)
     left, parts = list(ranges), dict[str, Ranges]()
     for name, count in zip(names, counts, strict=True):
@@ -167,7 +166,7 @@ def divide(ranges: Ranges, names: Sequence[str]) -> dict[str, Ranges]:
 
 
 def count_of(ranges: Ranges) -> int:
-    """Number of samples in ranges."""
+    """Counts the samples in ranges."""
     return sum(end - first for first, end in ranges)
 
 
@@ -183,15 +182,15 @@ def joined(ranges: Ranges) -> Ranges:
 
 
 def compatible(members: Sequence[ReplicaMember]) -> tuple[ReplicaMember, ...]:
-    """The members that train the curve of the first that lives, or of the first by name, in the same layout."""
+    """Returns members with the curve and layout of the first living member, or else of the first by name."""
     ordered = sorted(members, key=lambda each: (not each.living, each.name))
     return tuple(each for each in members if each.layout == ordered[0].layout)
 
 
 def _disjoint(front: Sequence[ReplicaMember]) -> tuple[Ranges, tuple[str, ...]]:
-    """The held samples, each once, and the names of replicas that hold an already held sample.
+    """Returns the held samples, each once, and the names of replicas that hold an already held sample.
 
-    A replica that was slow may come back after its samples were given to another one, which has not finished them.
+    A slow replica may return after its samples were given to another replica that has not finished them.
     """
     held: list[tuple[int, int]] = []
     reset: list[str] = []
@@ -210,7 +209,7 @@ def _missing(held: Ranges, samples: int) -> Ranges:
 
 
 def other_curve(me: ReplicaMember, members: Sequence[ReplicaMember]) -> ConfigError:
-    """The error of a replica that would make other updates than the others."""
+    """Makes the error of a replica whose updates would differ from the others'."""
     others = ", ".join(each.name for each in members)
     why = f"{others} train another curve than {me.name}, or split the model over their ranks in another way"
     remedy = (
@@ -221,7 +220,7 @@ def other_curve(me: ReplicaMember, members: Sequence[ReplicaMember]) -> ConfigEr
 
 
 def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> LostError:
-    """The error of a replica whose attempts to exchange have all failed."""
+    """Makes the error of a replica whose attempts to exchange have all failed."""
     return LostError(
         f"step {me.step + 1}: {attempts} exchanges of {me.name} have failed one after another; the others: {others}\n"
         f"  why: {why}\n  try: give every replica a name of its own and a replicas.bind that the others reach, let them"
@@ -230,7 +229,7 @@ def no_exchange(me: ReplicaMember, why: str, *, attempts: int, others: str) -> L
 
 
 def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
-    """The error of a replica whose weights differ from the others'."""
+    """Makes the error of a replica whose weights differ from the others'."""
     where, again = f"step {me.step + 1}", "start it again: it takes their state"
     if me.commit == source.commit:
         return LostError(
@@ -244,7 +243,7 @@ def left_behind(me: ReplicaMember, source: ReplicaMember) -> LostError:
 
 
 def ahead(me: ReplicaMember, source: ReplicaMember) -> ConfigError:
-    """The error of a replica whose checkpoint is of a later step than the running replicas are at."""
+    """Makes the error of a replica whose checkpoint is later than the step of the running replicas."""
     why = f"{me.name} has a checkpoint of step {me.step}, and the replicas that run are at step {source.step}"
     remedy = (
         f"to go on from step {me.step}, stop the others and start all together, with a replicas.start_s in which the"

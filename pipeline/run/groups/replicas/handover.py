@@ -1,4 +1,4 @@
-"""Messages between the same ranks of two replicas, and the state that a late comer takes from a living one."""
+"""Messages between the same ranks of two replicas, and the state that a joining replica takes from a living one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.run.groups.replicas.deal import ReplicaMember
 
 
 def digest(stepper: GuardedStepper) -> str:
-    """Digest of the last losses, gradient norms and skipped data, which differs where replicas have diverged."""
+    """Computes a digest of the last losses, gradient norms and skipped data; it differs if replicas have diverged."""
     text = json.dumps([stepper.state_dict(), stepper.skips.plain()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -29,17 +29,17 @@ def digest(stepper: GuardedStepper) -> str:
 def send_state(
     peers: Peers, member: ReplicaMember, engine: Engine, stepper: GuardedStepper, *, to: Sequence[int]
 ) -> None:
-    """Sends the state of this rank to the same ranks of late comers.
+    """Sends the state of this rank to the same ranks of replicas that join late.
 
     Args:
         peers: the process group.
         member: this replica's report.
-        engine: has weights and optimizer states.
-        stepper: has the statistics of loss spikes, and the skips.
+        engine: engine with weights and optimizer states.
+        stepper: stepper with the statistics of loss spikes, and the skips.
         to: ranks in the process group.
 
     Raises:
-        ExchangeError: one does not answer.
+        ExchangeError: a peer does not answer.
     """
     header = {
         **{key: getattr(member, key) for key in ("step", "exchanges", "commit")},
@@ -61,7 +61,7 @@ def take_state(
         engine, stepper: engine and stepper of this rank, which take the state.
 
     Returns:
-        Where it stands now. It does not have the result of the last exchange.
+        This replica's new report, without the result of the last exchange.
     """
     with engine.edit_state() as state:
         unpack(packed, all_parts(state))
@@ -72,10 +72,10 @@ def take_state(
 
 
 def send_message(peers: Peers, header: dict[str, Any], tensors: Sequence[Tensor], *, to: Sequence[int]) -> None:
-    """Sends the same message to some peers, one tensor after another: the host has a copy of one at a time.
+    """Sends one message to several peers, tensor by tensor: the host has a copy of only one at a time.
 
     Raises:
-        ExchangeError: one does not answer.
+        ExchangeError: a peer does not answer.
     """
     head = _bytes(json.dumps({"header": header, "sizes": [each.nbytes for each in tensors]}).encode())
     size = torch.tensor([head.numel()], dtype=torch.int64).view(torch.uint8)
@@ -85,7 +85,7 @@ def send_message(peers: Peers, header: dict[str, Any], tensors: Sequence[Tensor]
 
 
 def receive_message(peers: Peers, *, source: int) -> tuple[dict[str, Any], Tensor]:
-    """Receives a message: its header, and the bytes of its tensors, as `unpack` takes them.
+    """Receives a message: its header, and the bytes of its tensors, for `unpack`.
 
     Raises:
         ExchangeError: the peer does not answer.

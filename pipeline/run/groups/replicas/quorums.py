@@ -19,8 +19,8 @@ class Quorums:
     Attributes:
         agreement: all-reduces small numbers over the ranks of the replica.
         signals: stop signals of this process.
-        lighthouse: connection to the lighthouse on rank 0; None on the others.
-        stop: the stop that was requested while a quorum was waited for.
+        lighthouse: connection to the lighthouse on rank 0; None on other ranks.
+        stop: stop that was requested while waiting for a quorum.
     """
 
     agreement: Agreement
@@ -34,7 +34,7 @@ class Quorums:
 
         Args:
             member: this replica's report.
-            until_stop: give up when a stop is requested. A step that was begun is finished first.
+            until_stop: whether to give up when a stop is requested; False where a begun step must be finished first.
 
         Raises:
             TrainingError: the lighthouse has failed.
@@ -51,11 +51,11 @@ class Quorums:
                 return None
 
     def agreed(self, failed: bool) -> bool:
-        """Whether `failed` is true on any rank of the replica."""
+        """Tells whether `failed` is true on any rank of the replica."""
         return self.failed_and_damaged(failed, 0)[0]
 
     def failed_and_damaged(self, failed: bool, damaged: int) -> tuple[bool, int]:
-        """Whether any rank of the replica failed, and the largest number of damaged messages that a rank got."""
+        """Tells whether any rank of the replica failed, and the largest number of damaged messages at a rank."""
         failed_any, most = self.agreement.max_over_ranks(int(failed), damaged)
         return bool(failed_any), most
 
@@ -64,6 +64,6 @@ class Quorums:
         self.watchdog.enter_phase(phase, step)
 
     def close(self) -> None:
-        """Sends no more heartbeats."""
+        """Stops the heartbeats."""
         if self.lighthouse is not None:
             self.lighthouse.close()

@@ -1,4 +1,4 @@
-"""Journal rows and console lines of a replica: which replicas run which samples, from which step on."""
+"""Journal rows and console lines of a replica: the samples of every replica, and from which step on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ReplicaRecord:
     """Records quorums that change something.
 
     Attributes:
-        event: takes a step and the values of an event of the journal; ignored on all ranks but rank 0.
+        event: records an event, given a step and values, in the journal; ignored on all ranks but rank 0.
         say: prints a line on rank 0.
     """
 
@@ -23,7 +23,7 @@ class ReplicaRecord:
     _parts: dict[str, Any] = field(default_factory=dict, init=False)
 
     def began(self, member: ReplicaMember, decision: ReplicaDecision) -> None:
-        """Records how a step that begins is divided, where it is in another way than the step before."""
+        """Records how a beginning step is divided, if the division has changed."""
         step, parts = member.step + 1, _plain(decision)
         if parts == self._parts and not decision.healed:
             return
@@ -39,7 +39,7 @@ class ReplicaRecord:
             self.say(f"step {step}: {'; '.join(change)}: replicas {', '.join(decision.names)} go on")
 
     def went_on(self, member: ReplicaMember, decision: ReplicaDecision) -> None:
-        """Records that the samples of a replica that died in the middle of a step were divided over the others."""
+        """Records that the samples of a replica that died in mid-step were divided over the others."""
         if decision.parts:
             step, parts = (
                 member.step + 1,
@@ -50,14 +50,14 @@ class ReplicaRecord:
             self.say(f"step {step}: {count} samples of a lost replica are run by {', '.join(decision.parts)}")
 
     def damaged(self, member: ReplicaMember, count: int) -> None:
-        """Records that messages of other replicas arrived damaged, `count` of them at one rank, and were sent again."""
+        """Records that messages of other replicas arrived damaged (`count` at one rank) and were sent again."""
         step = member.step + 1
         self.event(step, event="exchange_damaged", messages=count)
         again = f"{count} messages of other replicas arrived damaged, and were sent again"
         self.say(f"step {step}: {again}: check this host's network")
 
     def failed(self, member: ReplicaMember, why: str) -> None:
-        """Records an exchange that has failed, and is tried again."""
+        """Records a failed exchange, which is tried again."""
         step = member.step + 1
         self.event(step, event="exchange_failed", why=why)
         self.say(f"step {step}: exchange with the other replicas failed: {why}")

@@ -1,8 +1,8 @@
 """One replica of the model: takes its part of every step's samples, and sums its gradients with the others'.
 
-Every rank of a replica has one; rank r exchanges with the ranks r of the others. Between two steps there is a quorum,
-which divides the next step. An exchange that fails is followed by another quorum in the middle of the step: it divides
-what nobody has run, until all samples of the step are in the sum. Then all make the same update.
+Every rank of a replica has a `ReplicaOfRun`; rank r exchanges with the ranks r of the other replicas. Between two steps
+a quorum divides the next step. After a failed exchange another quorum in the middle of the step divides the samples
+that no replica has run, until all samples of the step are in the sum. Then all replicas make the same update.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from pipeline.runtime.faults.stop_signals import Stop
 
 _AGAIN_S = 0.5
 _ATTEMPTS = 6
-"""Exchanges and formings of a process group that fail one after another before a replica ends."""
+"""Number of consecutive failures, of exchanges or of forming a process group, after which a replica ends."""
 Loader = Callable[[Ranges, tuple[int, int]], StepLoader]
-"""Function that loads this rank's batches of some samples of the steps from a first to a last one, counted from 1."""
+"""Function that loads this rank's batches of given samples, for the steps from a first to a last, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class ReplicaContext:
     """The rank and the run of a replica.
 
     Attributes:
-        section: the config's `replicas`; with a name.
-        total: steps of the run.
-        samples: global batch of all replicas together.
+        section: the config's `replicas`, with a name.
+        total: number of steps of the run.
+        samples: global batch size of all replicas together, in samples.
         rank: rank of this process in the replica.
         engine: executes the steps.
-        stepper: has the statistics of loss spikes, which are part of the state.
+        stepper: stepper with the statistics of loss spikes, which are part of the state.
         load: loads this rank's batches of some samples of the steps.
         quorums: asks for quorums, and agrees with the other ranks of this replica.
         record: records events for the journal and for people.
@@ -104,17 +104,17 @@ class ReplicaOfRun:
 
     @property
     def own_share(self) -> float:
-        """Share of the samples of the last step that was run here."""
+        """Share of the last step's samples that this replica ran."""
         return count_of(self._me.held) / self._around.samples
 
     def state(self) -> State:
-        """The engine's state, for an ordinary checkpoint."""
+        """Returns the engine's state, for an ordinary checkpoint."""
         return self._around.engine.state()
 
     def details(self) -> Details:
-        """The replica's entry in a checkpoint's manifest."""
+        """Returns the replica's entry in a checkpoint's manifest."""
         exchanges, commit = self._me.exchanges, self._me.commit
-        if self._given:  # the result of the next step's exchange, which is not in the weights yet
+        if self._given:  # it has the result of the next step's exchange, not yet in the weights
             exchanges, commit = exchanges - 1, self._me.before or ""
         return {"replicas": {"exchanges": exchanges, "commit": commit}}
 
@@ -122,8 +122,8 @@ class ReplicaOfRun:
         """Joins the living replicas, or begins with replicas started together. Returns a requested stop.
 
         Raises:
-            ConfigError: the other replicas have another secret, another curve or another layout, or are at an earlier
-                step than this one's checkpoint.
+            ConfigError: the other replicas have another secret, curve or layout, or are at an earlier step than this
+                replica's checkpoint.
         """
         section, began, name = self._around.section, time.monotonic(), self._me.name
         while True:
@@ -135,7 +135,7 @@ class ReplicaOfRun:
             if name not in [each.name for each in members]:
                 raise other_curve(self._me, members)
             living = any(each.living for each in members)
-            if living:  # should they die now, they are given the time to come back
+            if living:  # if they die now, they get time to return
                 began = time.monotonic()
             ready = living or any(each.waited for each in members) or len(members) >= section.count
             if not ready:
@@ -146,7 +146,7 @@ class ReplicaOfRun:
                 return Stop.NO
 
     def batches(self) -> Iterator[StepBatch]:
-        """This rank's parts of the steps; `exchange` must be called between two parts."""
+        """Yields this rank's parts of the steps; `exchange` must be called between two parts."""
         loader: Iterator[StepBatch] | None = None
         loaded: Ranges = ()
         while self._me.step < self._around.total:
@@ -160,13 +160,13 @@ class ReplicaOfRun:
                 self._finished(step)
 
     def due(self, step: int) -> bool:
-        """Whether a quorum follows a step: also the last, so that nobody leaves before all have its result."""
+        """Tells whether a quorum follows a step: also the last, so no replica leaves before all have its result."""
         return step <= self._around.total
 
     def exchange(self, step: int) -> Stop:
-        """Divides the next step by a quorum; late comers take the state of this replica, or of another one.
+        """Divides the next step by a quorum; replicas that join late take the state of this or another replica.
 
-        After the last step late comers do so, too, and have nothing left to do.
+        After the last step, too, replicas that join take the state, and have nothing left to do.
 
         Args:
             step: the last finished step.
@@ -186,10 +186,10 @@ class ReplicaOfRun:
         """Implements `engines.base.GradientExchange`.
 
         Raises:
-            LostError: the others have left this replica behind, or have come to other numbers.
+            LostError: this replica is left behind, or its numbers differ from the others'.
         """
         ready = self._continues or self._whole
-        if not self._continues:  # the step's own micro-batches, perhaps for a second time
+        if not self._continues:  # the step's own micro-batches, perhaps repeated
             self._me = replace(self._me, held=self._part)
         self._continues = False
         while not self._given:
@@ -206,11 +206,11 @@ class ReplicaOfRun:
         return ()
 
     def settle(self, step: int, stop: Stop) -> Stop:  # noqa: ARG002
-        """Returns the requested stop; there is nothing to wait for, since nothing runs beside the steps."""
+        """Returns the requested stop; nothing runs in the background, so there is nothing to wait for."""
         return stop
 
     def leave(self) -> None:
-        """Leaves: the others do not wait for this replica any more."""
+        """Leaves: the other replicas no longer wait for this one."""
         self.close()
 
     def close(self) -> None:
@@ -222,17 +222,17 @@ class ReplicaOfRun:
         self._me = replace(self._me, step=step, held=(), between=True, state=digest(self._around.stepper))
 
     def _decide(self, quorum: Quorum[ReplicaMember]) -> ReplicaDecision | None:
-        """Decides this replica's next action in a quorum; None: it asks again.
+        """Decides this replica's next action in a quorum; None if it has to ask again.
 
         Raises:
-            LostError: the others have left this replica behind, or have come to other numbers.
-            ConfigError: its checkpoint is of a later step than the others are at.
+            LostError: this replica is left behind, or its numbers differ from the others'.
+            ConfigError: its checkpoint is later than the others' step.
         """
         members, name = compatible(quorum.members), self._me.name
         mine = next((each for each in members if each.name == name), None)
         if mine is None:
             return None
-        # all ranks take the same way: `state` is that of rank 0
+        # without `state`, which is rank 0's: all ranks decide alike
         if replace(mine, state=self._me.state) != self._me:
             self._failed(
                 f"another report of {name} than its own is at the lighthouse: an old one, or of a second process"
@@ -250,7 +250,7 @@ class ReplicaOfRun:
         return decision
 
     def _begin(self, quorum: Quorum[ReplicaMember]) -> bool:
-        """Carries out a quorum's decision between two steps; returns whether this replica has a part of the next."""
+        """Carries out a quorum's decision between two steps; returns whether this replica takes part in the next."""
         decision = self._decide(quorum)
         if decision is None:
             self._part = ()
@@ -273,7 +273,7 @@ class ReplicaOfRun:
         """Carries out a quorum's decision in the middle of a step.
 
         Returns:
-            Whether the next exchange has a chance, and micro-batches to run before it.
+            Whether the next exchange can succeed, and micro-batches to run before it.
         """
         self._whole = False
         decision = self._decide(quorum)
@@ -313,10 +313,10 @@ class ReplicaOfRun:
         self._failures = 0
 
     def _failed(self, failure: str | None) -> bool:
-        """Whether something has failed on any rank of this replica; the process group is given up then.
+        """Tells whether anything failed on any rank of this replica; if so, gives up the process group.
 
         Raises:
-            LostError: it is the `_ATTEMPTS`th failure since the last exchange.
+            LostError: this is the `_ATTEMPTS`th failure since the last exchange.
         """
         failed, damaged = self._around.quorums.failed_and_damaged(failure is not None, self._peers.damaged)
         if damaged > self._damaged:
@@ -334,7 +334,7 @@ class ReplicaOfRun:
         return True
 
     def _form(self, decision: ReplicaDecision, quorum: Quorum[ReplicaMember], names: Sequence[str]) -> bool:
-        """Forms the process group of a decision; returns whether this replica has it."""
+        """Forms the process group of a decision; returns whether this replica has the group."""
         if decision.formed:
             return True
         failure, others = None, [each for each in names if each != self._me.name]
@@ -358,24 +358,24 @@ class ReplicaOfRun:
         to, failure = [decision.names.index(each) for each in decision.healed], None
         try:
             send_state(self._peers, self._me, self._around.engine, self._around.stepper, to=to)
-        except ExchangeError as error:  # it tries again at the next step; the exchange of this one will fail
+        except ExchangeError as error:  # tries again at the next step; this step's exchange will fail
             failure = str(error)
         self._failed(failure)
 
     def _take_state(self, decision: ReplicaDecision) -> bool:
-        """Takes the state of another replica; returns whether all ranks of this one have it."""
+        """Takes the state of another replica; returns whether all ranks of this replica have it."""
         header, packed, failure = dict[str, Any](), torch.empty(0), None
         try:
             header, packed = receive_message(self._peers, source=decision.names.index(decision.source))
         except ExchangeError as error:
             failure = str(error)
-        if self._failed(failure):  # nothing is changed before all ranks have their part
+        if self._failed(failure):  # changes nothing before all ranks have their part
             return False
         self._me = take_state(header, packed, self._me, self._around.engine, self._around.stepper)
         return True
 
     def _give_result(self, decision: ReplicaDecision, quorum: Quorum[ReplicaMember]) -> None:
-        """Gives the result of the last exchange to replicas that missed it; the others ask again meanwhile."""
+        """Sends the last exchange's result to replicas that missed it; the others ask again meanwhile."""
         names, name = (decision.source, *decision.late), self._me.name
         self._me = replace(self._me, group="")
         if name not in names or not self._form(decision, quorum, names):
@@ -395,7 +395,7 @@ class ReplicaOfRun:
         except ExchangeError as error:
             failure = str(error)
         failed = self._failed(failure)
-        self._me = replace(self._me, group="")  # it has other members than the next exchange
+        self._me = replace(self._me, group="")  # this group's members differ from the next exchange's
         if not failed and name in decision.late:
             self._committed(commit)
             self._given = True

@@ -1,8 +1,8 @@
 """The sum of the replicas' gradients, bit-identical on all replicas.
 
 As in `islands.mean`, every replica owns a part of the flat gradient: it gets that part of all gradients (all-to-all),
-adds them up in the order of the replicas' names, and sends the sum to all (all-gather): 2 (m - 1) / m times the bytes
-of a gradient per replica, as a ring all-reduce has.
+sums them in the order of the replicas' names, and sends the sum to all (all-gather). Per replica this moves 2 (m - 1) /
+m times the bytes of a gradient, like a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from pipeline.run.groups.islands.mean import Collectives, norm_of, refuse_impossible
 
 BUCKET = 1 << 24
-"""Elements that are exchanged at once: 64 MiB within a message's time-out, and in each of three buffers."""
+"""Number of elements exchanged at once: 64 MiB within a message's time-out, and in each of three buffers."""
 
 
 class GradientSums:
     """The flat gradient of this rank on the CPU, fp32 [N], and the result of the last exchange.
 
-    The result is kept until the next exchange has succeeded: a replica that missed it can still be given it.
+    The result is kept until the next exchange has succeeded: a replica that missed the exchange can still get it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class GradientSums:
             peers: connections to the same ranks of the replicas.
 
         Raises:
-            ExchangeError: one of them does not answer, or the sum is not one of what they have sent.
+            ExchangeError: a replica does not answer, or the sum cannot result from the replicas' values.
         """
         self._gather(gradients)
         norm = norm_of(self._own)
@@ -62,7 +62,7 @@ class GradientSums:
         sums.copy_(self._loss_sums)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The result: fp32 [N], and fp64 [1 + parts]."""
+        """Returns the result: fp32 [N], and fp64 [1 + parts]."""
         return self._result, self._loss_sums
 
     def take(self, result: Tensor, loss_sums: Tensor) -> None:

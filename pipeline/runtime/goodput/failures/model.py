@@ -1,6 +1,6 @@
-"""Inputs of the goodput under failures, and its closed formula. Times are seconds unless they say otherwise.
+"""Inputs of the goodput under failures, and its closed formula. Times are in seconds unless stated otherwise.
 
-Failures are a Poisson process: each node in use fails with rate 1 / `node_mtbf_s`, at any time, a restart included.
+Failures are a Poisson process: each node in use fails with rate 1 / `node_mtbf_s`, at any time, even during a restart.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ LLAMA_NODE_MTBF_S = 54 * DAY * (16384 / 8) / 419
 """Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100, 8 to a node (arXiv:2407.21783, section 3.3.4):
 one in 3.09 h, and one per node in 264 days."""
 LLAMA_HARDWARE_SHARE = 0.78
-"""Share of these interruptions that hardware caused, or was suspected of (same section)."""
+"""Share of Llama 3's interruptions with hardware as the known or suspected cause (same section)."""
 
 
 def _input(default: float, meaning: str, *, positive: bool = False) -> Any:
-    """A field of the model: its default and meaning, and whether 0 has none."""
+    """Declares a field of the model: its default, its meaning, and whether it must be positive."""
     return field(default=default, metadata={"meaning": meaning, "positive": positive})
 
 
@@ -29,7 +29,7 @@ class FailureModel:
     """A run under failures; the meaning of a field is in its metadata, from which the command's options are made.
 
     Raises:
-        ConfigError: a field out of its range, or a save that takes longer than the interval.
+        ConfigError: a field is out of its range, or a save takes longer than the interval.
     """
 
     nodes: int = _input(1250, "nodes that train", positive=True)
@@ -84,29 +84,29 @@ def _check(name: str, value: float, *, positive: bool) -> None:
 
 
 def expected_goodput(model: FailureModel) -> float:
-    """Expected share of the time that goes into steps that count, with all nodes at all times.
+    """Computes the expected share of time spent on steps that count, if all nodes are always available.
 
         interval * exp(-save / M) / (M * exp(restart / M) * (exp((interval + blocking) / M) - 1))
 
     with M the mean time between failures of all nodes. For a save without background this is the model of J. T. Daly, A
     higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006) 303-312. A checkpoint
-    counts `save` later than it was taken, so that a failure finds it with probability exp(-save / M) less.
-    Without failures it is interval / (interval + blocking).
+    counts only `save` seconds after it was taken, hence the factor exp(-save / M). Without failures it is interval /
+    (interval + blocking).
     """
     cycle = model.interval_s + model.save_blocking_s
     if math.isinf(model.node_mtbf_s):
         return model.interval_s / cycle
     rate = 1 / model.mtbf_s
-    if rate * max(cycle, model.restart_s, model.save_s) > 500:  # exp would overflow: nothing is ever finished
+    if rate * max(cycle, model.restart_s, model.save_s) > 500:  # exp would overflow: no step is ever finished
         return 0.0
     return model.interval_s * rate * math.exp(-rate * (model.save_s + model.restart_s)) / math.expm1(rate * cycle)
 
 
 def daly_interval_s(*, mtbf_s: float, blocking_s: float) -> float:
-    """Seconds of training between two checkpoints that maximize `expected_goodput`, by the series of Daly (2006).
+    """Computes the training seconds between checkpoints that maximize `expected_goodput`, by the series of Daly (2006).
 
     With d the blocking time and M the mean time between failures: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d
-    for d < 2 M, else M. Neither the restart nor the background part of a save enters.
+    for d < 2 M, otherwise M. Neither the restart nor the background part of a save affects it.
     """
     if blocking_s >= 2 * mtbf_s:
         return mtbf_s
@@ -115,12 +115,12 @@ def daly_interval_s(*, mtbf_s: float, blocking_s: float) -> float:
 
 
 def best_interval_s(*, mtbf_s: float, blocking_s: float, save_s: float) -> float:
-    """Daly's interval, or the time of a save where that is longer: saves do not overtake each other. At least 1 s."""
+    """Returns Daly's interval, but at least the duration of a save (saves must not overlap) and at least 1 s."""
     return max(daly_interval_s(mtbf_s=mtbf_s, blocking_s=blocking_s), save_s, 1.0)
 
 
 def with_best_interval(model: FailureModel) -> FailureModel:
-    """The model with the best interval; unchanged where nothing ever fails."""
+    """Returns the model with the best interval; unchanged if no node ever fails."""
     if math.isinf(model.node_mtbf_s):
         return model
     best = best_interval_s(mtbf_s=model.mtbf_s, blocking_s=model.save_blocking_s, save_s=model.save_s)

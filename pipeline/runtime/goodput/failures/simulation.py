@@ -1,9 +1,9 @@
 """Simulates a run under failures, event by event: failures, restarts, spares, repairs. No clock, no cluster.
 
-Events are failures and repaired nodes. Between two of them training is a known function of time, so that a month of
-thousands of nodes takes about a millisecond. A failure in a restart begins the restart anew. A lost node is replaced by
-a spare; without one the run goes on with fewer nodes, at that share of its speed, until nodes are repaired: then it
-restarts with them after its next checkpoint, without detection.
+Events are failures and repaired nodes. Between two events training is a known function of time: a month of thousands of
+nodes takes about a millisecond. A failure during a restart begins the restart anew. A spare replaces a lost node.
+Without a spare the run goes on with fewer nodes, proportionally slower, until nodes are repaired. It then restarts with
+them after its next checkpoint, without time for detection.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _TIMES = ("detect_s", "requeue_s", "start_s", "load_s", "first_step_s", "save_bl
 
 @dataclass
 class SimulatedTime:
-    """Time of one simulated run by purpose, in seconds with all nodes in use.
+    """Time of one simulated run by category, in seconds weighted by the share of nodes in use.
 
     Attributes:
         useful: seconds spent on steps that count.
         repeated: seconds spent on steps that a failure made the run repeat.
         saving: seconds in which training waited for checkpoints.
-        restarting: seconds from failures, and from stops for nodes that came back, to the next step.
-        missing: seconds lost to nodes that were not there.
+        restarting: seconds from failures, and from stops to take nodes back, to the next step.
+        missing: seconds lost because nodes were missing.
     """
 
     useful: float = 0.0
@@ -41,7 +41,7 @@ class SimulatedTime:
     missing: float = 0.0
 
     def shares(self) -> dict[str, float]:
-        """Each part as a share of their sum."""
+        """Returns each category as a share of their sum."""
         parts = asdict(self)
         total = sum(parts.values())
         return {name: seconds / total for name, seconds in parts.items()}
@@ -49,10 +49,10 @@ class SimulatedTime:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Runs of the same model under other failures.
+    """Simulated runs of one model, each with its own random failures.
 
     Attributes:
-        times: time of each run by what it was spent on.
+        times: time of each run by category.
         failures: number of failures of each run.
     """
 
@@ -75,11 +75,11 @@ class Simulated:
         return _Z * stdev(self.goodputs) / math.sqrt(len(self.times))
 
     def percentile(self, share: float) -> float:
-        """The goodput that a share of the runs stays below."""
+        """Returns the goodput below which this share of the runs stays."""
         return self.goodputs[min(len(self.times) - 1, int(share * len(self.times)))]
 
     def time_shares(self) -> dict[str, float]:
-        """Each part as a share of the time of all runs together."""
+        """Returns each category as a share of the time of all runs together."""
         rows = [asdict(time) for time in self.times]
         return SimulatedTime(**{name: sum(row[name] for row in rows) for name in rows[0]}).shares()
 
@@ -97,7 +97,7 @@ def simulate(model: FailureModel, *, seeds: Sequence[int]) -> Simulated:
 
 @dataclass
 class _Run:
-    """The state of one run: the time, its nodes, and those in repair (a heap of the times when they are back)."""
+    """State of one run: the time, its nodes, and a heap of the times when nodes in repair return."""
 
     model: FailureModel
     random: random.Random
@@ -117,12 +117,12 @@ class _Run:
         while self.now < horizon:
             if self._train(horizon):
                 self._restart(horizon, self.model.restart_s)
-            elif self.now < horizon:  # nodes are back
+            elif self.now < horizon:  # nodes have returned
                 self._restart(horizon, self.model.restart_s - self.model.detect_s)
         return self.spent
 
     def _train(self, horizon: float) -> bool:
-        """Trains until a failure (True), until nodes have come back and a checkpoint is written, or to the end."""
+        """Trains until a failure (True), until nodes have returned and a checkpoint is written, or to the end."""
         model, speed = self.model, self.nodes / self.model.nodes
         cycle = model.interval_s + model.save_blocking_s
         failure, end = self._until_failure(), horizon - self.now
@@ -133,7 +133,7 @@ class _Run:
         whole, rest = divmod(span, cycle)
         trained = whole * model.interval_s + min(rest, model.interval_s)
         kept = trained
-        if failed:  # what the newest checkpoint has that counts
+        if failed:  # training up to the newest complete checkpoint
             kept = max(0.0, math.floor((span - model.save_s) / cycle)) * model.interval_s
         self.spent.useful += kept * speed
         self.spent.repeated += (trained - kept) * speed
@@ -144,7 +144,7 @@ class _Run:
         return failed
 
     def _restart(self, horizon: float, seconds: float) -> None:
-        """Restarts; every failure meanwhile begins it anew, with its detection."""
+        """Restarts the run; every failure meanwhile begins the restart anew, with detection."""
         while self.now < horizon:
             self._return_nodes()
             failure = self._until_failure()
@@ -157,13 +157,13 @@ class _Run:
             seconds = self.model.restart_s
 
     def _until_failure(self) -> float:
-        """Seconds to the next failure of a node in use: by memorylessness drawn anew after every event."""
+        """Draws the seconds to the next failure of a node in use; failures are memoryless, so each event draws anew."""
         if not self.nodes:
             return math.inf
         return self.random.expovariate(1.0) * self.model.node_mtbf_s / self.nodes
 
     def _fail(self) -> None:
-        """Fails a node: it is out and replaced by a spare, or the run goes on without it; or it is only restarted."""
+        """Fails a node, which is only restarted, or lost: a spare replaces it, or the run goes on without it."""
         self.failures += 1
         if self.random.random() >= self.model.node_loss_share:
             return
@@ -175,7 +175,7 @@ class _Run:
             self.nodes -= 1
 
     def _return_nodes(self) -> None:
-        """Gives repaired nodes back to the run, or makes them spares."""
+        """Returns repaired nodes to the run, or makes them spares."""
         while self.repairs and self.repairs[0] <= self.now:
             heapq.heappop(self.repairs)
             if self.nodes < self.model.nodes:
@@ -190,7 +190,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class GoodputGain:
-    """The gain of goodput by a change of one input.
+    """Gain of goodput from a change of one input.
 
     Attributes:
         change: change in words.
@@ -206,7 +206,7 @@ class GoodputGain:
 
 
 def sensitivity(model: FailureModel, *, seeds: Sequence[int]) -> list[GoodputGain]:
-    """Gains by halving each time, half or twice the interval, half the failures, twice the spares; largest first."""
+    """Computes the gains by half of each time, half or twice the interval, half the failures, twice the spares."""
     before, formula = simulate(model, seeds=seeds).mean, expected_goodput(model)
 
     def gain(change: str, value: float, other: FailureModel) -> GoodputGain:
