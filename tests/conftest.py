@@ -52,6 +52,12 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokens(tmp_path_factory.mktemp("tokens"), text_folders())
 
 
+@pytest.fixture(scope="session")
+def llama_cpp() -> None:
+    """Skips a test where llama.cpp's library is missing."""
+    pytest.importorskip("xllamacpp", reason="needs llama.cpp's library (pip install xllamacpp)")
+
+
 def text_folders() -> list[Path]:
     """Text that every machine has."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
@@ -185,7 +191,6 @@ _LONGEST_FIRST = (
     "faults/test_lost_runs.py",
     "faults/test_campaign.py",
     "virtual_cluster/test_submit.py",
-    "virtual_cluster/test_ladder.py",
 )
 """Files that take minutes, by the CPU time of `make test TESTS='not sweep'`, measured on 2026-11-25 and 28."""
 _INTEGRATION = (

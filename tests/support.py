@@ -1,13 +1,16 @@
-"""What tests of many folders do with processes and files: wait, kill, look at exit codes, damage."""
+"""What tests of many folders do: wait for processes, kill them, read exit codes, damage files, answer HTTP requests."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 from pipeline.runtime.metrics.journal import read_rows
 from tests.warm_python import real_pid
@@ -75,3 +78,19 @@ def flip_a_byte(path: Path, *, at: float = 0.5) -> None:
     data = bytearray(path.read_bytes())
     data[int(at * len(data))] ^= 1
     path.write_bytes(data)
+
+
+def respond(handler: BaseHTTPRequestHandler, status: int, content: bytes, headers: dict[str, str]) -> None:
+    """Sends a whole body of a known length; none to HEAD."""
+    handler.send_response(status)
+    for key, value in (headers | {"Content-Length": str(len(content))}).items():
+        handler.send_header(key, value)
+    handler.end_headers()
+    if handler.command != "HEAD":
+        handler.wfile.write(content)
+
+
+def respond_json(
+    handler: BaseHTTPRequestHandler, status: int, value: Any, headers: dict[str, str] | None = None
+) -> None:
+    respond(handler, status, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))

@@ -13,9 +13,8 @@ import pytest
 
 from tests.support import last_step, wait_until
 from tests.virtual_cluster.cluster import VirtualCluster
-from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
 from tests.virtual_cluster.settings import Patience
-from tests.virtual_cluster.slurm_run import SlurmRun, job_env
+from tests.virtual_cluster.slurm_run import NEEDS_SLURM, SlurmRun, job_env, module_cluster
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

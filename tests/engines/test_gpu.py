@@ -95,3 +95,11 @@ def test_grouped_products_in_fp8_give_what_their_emulation_gives(ends: tuple[int
     for emulated, kernel in zip(*found, strict=True):
         # written in bf16; fast accumulation keeps 14 bits of a sum
         torch.testing.assert_close(kernel, emulated, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_later_stages_of_deepspeeds_pipeline_train_on_gpus(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", zero_optimization={"stage": 1}, parallel={"pp": 2})
+    config["run"]["steps"] = 3
+    launch("train.py", write_config(tmp_path / "c.json", config), processes=4)
+    assert set(losses(tmp_path / "run")) == {1, 2, 3}

@@ -1,4 +1,4 @@
-"""A training run under slurm/train.sbatch on the virtual cluster, as its user sees it."""
+"""Marks and a cluster for test modules, and a training run under slurm/train.sbatch as its user sees it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,35 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests import warm_python
-from tests.virtual_cluster.cluster import VirtualCluster
+from tests.virtual_cluster.cluster import VirtualCluster, missing_requirements
 
 ROOT = Path(__file__).parents[2]
+
+
+NEEDS_SLURM = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(missing_requirements() is not None, reason=str(missing_requirements())),
+]
+"""The `pytestmark` of a module: its tests are skipped where a cluster cannot be started."""
+
+
+def module_cluster(**size: int) -> Any:
+    """A fixture `cluster`, to be assigned to that name in a module; `size`: nodes, cpus and gpus of a node."""
+
+    @pytest.fixture(scope="module", name="cluster")
+    def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualCluster]:
+        with VirtualCluster(tmp_path_factory.mktemp("cluster"), **size) as running:
+            yield running
+
+    return made
 
 
 def job_env() -> dict[str, str]:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support import wait_until
 from tests.virtual_cluster.cluster import VirtualCluster
-from tests.virtual_cluster.fixtures import NEEDS_SLURM
 from tests.virtual_cluster.settings import Patience
+from tests.virtual_cluster.slurm_run import NEEDS_SLURM
 
 ROOT = Path(__file__).parents[2]
 pytestmark = NEEDS_SLURM

@@ -9,9 +9,8 @@ import pytest
 
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.virtual_cluster.cluster import VirtualCluster
-from tests.virtual_cluster.fixtures import NEEDS_SLURM
 from tests.virtual_cluster.settings import SITE
-from tests.virtual_cluster.slurm_run import SlurmRun
+from tests.virtual_cluster.slurm_run import NEEDS_SLURM, SlurmRun
 
 pytestmark = NEEDS_SLURM
 FAR = 100_000

@@ -15,8 +15,8 @@ from pipeline.cluster.elastic.files import RanksPlan
 from pipeline.cluster.elastic.slurm_requeue import SlurmJob
 from tests.support import wait_until
 from tests.virtual_cluster.cluster import VirtualCluster
-from tests.virtual_cluster.fixtures import NEEDS_SLURM
 from tests.virtual_cluster.settings import Patience
+from tests.virtual_cluster.slurm_run import NEEDS_SLURM
 
 pytestmark = NEEDS_SLURM
 _PREEMPTION = """PreemptType=preempt/partition_prio

@@ -1,4 +1,4 @@
-"""`headrace submit` on a real Slurm: the whole way in one command, and sweeps."""
+"""`headrace submit`, `headrace ladder --slurm` and `headrace status` on a real Slurm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from headrace.submission.snapshot import PACKAGES
-from tests.conftest import ROOT, losses, write_config
+from tests.conftest import ROOT, losses, tiny_config, write_config
 from tests.virtual_cluster.cluster import VirtualCluster
-from tests.virtual_cluster.fixtures import NEEDS_SLURM, module_cluster
+from tests.virtual_cluster.slurm_run import NEEDS_SLURM, job_env, module_cluster
 
 BIN = Path(sys.executable).parent
 STEPS = 4
@@ -154,3 +154,68 @@ def on_one_machine(work: Path, stage: str, *, steps: int = STEPS) -> dict[int, f
     path = write_config(work / "one_machine.json", config)
     subprocess.run([sys.executable, "-m", "pipeline.train", "--config", str(path)], cwd=work, check=True)
     return losses(work / "one_machine")
+
+
+@pytest.mark.sweep
+def test_the_arrays_of_a_ladder_end_with_its_prediction(cluster: VirtualCluster, tokens: Path, tmp_path: Path) -> None:
+    fields = tiny_config(tokens, tmp_path / "run", engine="reference", zero_optimization={"stage": 0})
+    run = {"dir": str(tmp_path / "run"), "steps": 300, "seed": 7}
+    config = write_config(tmp_path / "large.json", {**fields, "run": run})
+    words = ["--rungs", "3", "--smallest", "0.1", "--largest", "0.6", "--budgets", "0.5,1", "--learning-rates", "1"]
+    command = [sys.executable, "-P", "-m", "pipeline", "ladder", "--config", str(config), *words]
+    printed = cluster.run(*command, "--tolerance", "0.5", "--slurm", cwd=ROOT, env=job_env(), timeout_s=240)
+    assert "an array of 6" in printed, printed
+    output = tmp_path / "run-ladder"
+    jobs = cluster.wait_for_all(timeout_s=900)
+    logs = "\n".join(path.read_text()[-1500:] for path in sorted((output / "logs").glob("slurm-*")))
+    assert {job.state for job in jobs} == {"COMPLETED"}, logs
+    assert len([job for job in jobs if job.name == "headrace-ladder-runs"]) == 6
+    results = json.loads((output / "results.json").read_text())
+    assert len(results["runs"]) == 6
+    assert results["prediction"] is not None, logs
+
+
+def test_a_waiting_job_says_why_and_is_found_by_its_run_directory(cluster: VirtualCluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.json", {"run": {"dir": str(run_dir)}})
+    options = ["--nodes=1", "--hold", f"--output={tmp_path}/out"]
+    held = cluster.sbatch("slurm/train.sbatch", str(config), options=options, cwd=ROOT, env=job_env())
+    options = ["--nodes=1", "--begin=now+1hour", f"--output={tmp_path}/out"]
+    more = ("--set", f"run.dir={run_dir}-2")
+    later = cluster.sbatch("slurm/train.sbatch", str(config), *more, options=options, cwd=ROOT, env=job_env())
+    try:
+        for given in (run_dir, config):
+            shown = cluster.run("python", "-m", "headrace", "status", str(given), cwd=ROOT, env=job_env())
+            assert f"{held} waits: held: 'scontrol release JOB' lets it go (JobHeldUser)" in shown
+        shown = cluster.run("python", "-m", "headrace", "status", f"{run_dir}-2", "--json", cwd=ROOT, env=job_env())
+        [job] = json.loads(shown)["jobs"]
+        assert (job["id"], job["state"], job["reason"]) == (str(later), "PENDING", "BeginTime")
+        listed = cluster.run("python", "-m", "headrace", "status", cwd=tmp_path, env=job_env())
+        assert {f"headrace-train {number} waits" in listed for number in (held, later)} == {True}
+    finally:
+        cluster.run("scancel", str(held), str(later))
+
+
+def test_another_program_and_spaces_in_paths_do_not_end_a_status(cluster: VirtualCluster, tmp_path: Path) -> None:
+    """Slurm prints the command line of a job without its quotes."""
+    place = tmp_path / "a place"
+    place.mkdir()
+    (place / "sleep.sh").write_text("#!/bin/bash\nsleep 60\n")
+    other = cluster.sbatch(str(place / "sleep.sh"), "don't", options=["--hold"], cwd=place, env=job_env())
+    options = ["--hold", f"--comment={place}/run"]
+    ours = cluster.sbatch(str(place / "sleep.sh"), options=options, cwd=place, env=job_env())
+    try:
+        listed = cluster.run("python", "-m", "headrace", "status", cwd=place, env=job_env())
+        assert f"{other} waits" in listed
+        shown = cluster.run("python", "-m", "headrace", "status", f"{place}/run", cwd=place, env=job_env())
+        assert f"{ours} waits: held" in shown
+        assert str(other) not in shown.split()
+        [output] = files_of(cluster, ours, place)
+        assert output == f"{place}/slurm-{ours}.out"
+    finally:
+        cluster.run("scancel", str(other), str(ours))
+
+
+def files_of(cluster: VirtualCluster, number: int, cwd: Path) -> list[str]:
+    code = f"from pipeline.cluster.status.slurm import output_files; print(*output_files(['{number}']), sep='\\n')"
+    return cluster.run("python", "-c", code, cwd=cwd, env=job_env()).splitlines()

@@ -14,8 +14,8 @@ from pipeline.compress.pruning.search import Choices, search
 from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from tests.compress.pruning import models
+from tests.compress.pruning.conftest import as_rows, indices, pruned
 from tests.compress.pruning.models import DEAD_EXPERT, DEAD_FFN, DEAD_GROUP, DEAD_HIDDEN, DEAD_LAYER
-from tests.compress.pruning.prunings import as_rows, indices, pruned
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 AXES: dict[str, dict[str, int]] = {

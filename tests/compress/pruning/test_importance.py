@@ -21,7 +21,7 @@ from pipeline.models.decoder_layers import decoder_layers
 from pipeline.models.folder.loading import load_model
 from tests import warm
 from tests.compress.pruning import models
-from tests.compress.pruning.prunings import plan_of, raw_config, write_config
+from tests.compress.pruning.conftest import plan_of, raw_config, write_config
 from tests.evaluation.heldout.small import SEQUENCE, VOCAB
 from tests.support import output_of
 

@@ -25,7 +25,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.runtime.launch.group import free_port
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
-from tests.compress.pruning.prunings import plan_of, pruned, raw_config, write_config
+from tests.compress.pruning.conftest import plan_of, pruned, raw_config, write_config
 from tests.conftest import ROOT, tiny_config
 from tests.evaluation.heldout.small import make_model, make_tokens
 from tests.support import kill_group, output_of, wait_until

@@ -15,7 +15,7 @@ from pipeline.compress.pruning.config import PruneConfig
 from pipeline.compress.pruning.rules import prepare
 from pipeline.compress.pruning.sharded import open_model
 from tests.compress.pruning import models
-from tests.compress.pruning.prunings import plan_of, raw_config, write_config
+from tests.compress.pruning.conftest import plan_of, raw_config, write_config
 from tests.evaluation.heldout.small import make_tokens, run_python
 from tests.support import refusal_of
 from tests.warm import ROOT

@@ -186,9 +186,9 @@ def test_within_the_bytes_of_one_scheme_the_mix_is_better(untied: Path, tokens: 
     assert "chosen within the budget" in mixed.stdout
 
 
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.integration
 def test_a_gguf_file_of_mixed_types_is_within_its_bytes(untied: Path, tokens: Path, tmp_path: Path) -> None:
-    pytest.importorskip("xllamacpp")
     fields: dict[str, Any] = {"scheme": "Q4_0", "consumers": ["llama.cpp"]}
     budget = {"candidates": ["Q4_0", "Q8_0"], "bits_per_weight": 7.0}
     (tmp_path / "mixed").mkdir()

@@ -21,7 +21,6 @@ from pipeline.compress.quantization.config import QuantizeConfig
 from pipeline.compress.quantization.importance_matrix import measure_importance
 from pipeline.compress.quantization.moments import SecondMoments
 from pipeline.compress.quantization.rules import prepare
-from pipeline.models.gguf import libllama
 from pipeline.models.gguf.types import UNWEIGHTED
 from pipeline.models.gguf.write import encoded
 from tests import warm
@@ -90,9 +89,6 @@ def test_an_input_that_is_changed_in_place_after_it_was_read_is_refused(then: st
 
 
 CPU = torch.device("cpu")
-needs_llama_cpp = pytest.mark.skipif(
-    not libllama.installed(), reason="needs llama.cpp's library (pip install xllamacpp)"
-)
 
 
 def measured(name: str, **fields: Any) -> tuple[Any, torch.Tensor, dict[str, Any]]:
@@ -155,7 +151,7 @@ def test_an_input_that_is_always_zero_still_has_some_weight() -> None:
     assert 0 < found[3] < 1e-5 * found.mean()
 
 
-@needs_llama_cpp
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q5_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K])
 def test_the_error_of_the_output_is_smaller_with_it(kind: Q) -> None:
     generator = np.random.default_rng(0)
@@ -166,7 +162,7 @@ def test_the_error_of_the_output_is_smaller_with_it(kind: Q) -> None:
     assert weighed < (0.97 if kind is Q.Q6_K else 0.8) * plain
 
 
-@needs_llama_cpp
+@pytest.mark.usefixtures("llama_cpp")
 def test_every_expert_is_rounded_by_its_own_and_one_without_as_if_there_were_none() -> None:
     generator = np.random.default_rng(0)
     experts = generator.standard_normal((3, 8, 256)).astype(np.float32)
@@ -189,18 +185,17 @@ def test_every_expert_is_rounded_by_its_own_and_one_without_as_if_there_were_non
         ({"scheme": "Q4_K_M", "calibration": {"split": "nowhere"}}, "nowhere"),
     ],
 )
+@pytest.mark.usefixtures("llama_cpp")
 def test_an_importance_matrix_without_an_effect_or_a_text_is_refused(
     fields: dict[str, Any], expected: str, model: Path, tokens: Path, tmp_path: Path
 ) -> None:
-    if "Q4" in fields["scheme"] and not libllama.installed():
-        pytest.skip("needs llama.cpp's library (pip install xllamacpp)")
     config = write_config(tmp_path, model, tokens, imatrix=True, **fields)
     with pytest.raises((ConfigError, DataError)) as caught:
         prepare(parse(QuantizeConfig, json.loads(config.read_text())))
     assert expected in str(caught.value)
 
 
-@needs_llama_cpp
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.integration
 def test_a_file_with_it_is_served_and_says_so(model: Path, tokens: Path, tmp_path: Path) -> None:
     made: dict[bool, Any] = {}

@@ -22,8 +22,8 @@ import pytest
 from data_prep.formats.tokenfile import open_split
 from foundation.directory import read_manifest
 from tests.data_prep.conftest import cli_of_its_own, write_config
-from tests.http_responses import respond, respond_json
 from tests.object_store import environment, s3_server
+from tests.support import respond, respond_json
 
 COMMIT = "0" * 40
 _API, _FILES = "/api/datasets/headrace/corpus", "/datasets/headrace/corpus/resolve/"

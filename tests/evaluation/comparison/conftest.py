@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.models.folder.model_folder import ModelFolder
-from pipeline.models.gguf import libllama
 from pipeline.models.gguf.plan import plan_file
 from pipeline.models.gguf.write import write
 from tests.evaluation.heldout.small import make_model
@@ -20,8 +19,7 @@ def model(tokens: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def gguf(model: Path) -> Path:
-    if not libllama.installed():
-        pytest.skip("needs llama.cpp's library (pip install xllamacpp)")
+    pytest.importorskip("xllamacpp")
     folder = model.parent / "gguf"
     folder.mkdir()
     write(plan_file(ModelFolder.open(model), "Q8_0"), folder)

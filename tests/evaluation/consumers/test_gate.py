@@ -30,7 +30,6 @@ from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescrip
 from pipeline.evaluation.consumers.gate import GateSample, run_gate
 from pipeline.evaluation.consumers.request import ScoreRequest
 from pipeline.evaluation.consumers.texts import AWKWARD
-from pipeline.models.gguf import libllama
 from pipeline.models.gguf.types import FILE_TYPES
 from tests import warm
 from tests.compress.quantization.test_quantize import ENTRY, Made, write_config
@@ -51,8 +50,7 @@ def verify(folder: Path, *options: object) -> Any:
 
 @pytest.fixture(scope="module")
 def gguf(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    if not libllama.installed():
-        pytest.skip("needs llama.cpp's library (pip install xllamacpp)")
+    pytest.importorskip("xllamacpp")
     return quantize(tmp_path_factory.mktemp("gguf"), model, tokens, "Q4_K_M")
 
 
@@ -226,7 +224,7 @@ def test_a_consumer_that_cannot_take_a_scheme_is_refused_first(model: Path, monk
     assert describe(model) == ModelDescription(FOLDER, "float32", 32)
 
 
-@pytest.mark.skipif(not libllama.installed(), reason="needs llama.cpp's library (pip install xllamacpp)")
+@pytest.mark.usefixtures("llama_cpp")
 def test_a_consumer_that_ends_says_the_end_of_its_output(sample: GateSample, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(DataError, match="cannot score") as caught:

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.http_responses import respond, respond_json
+from tests.support import respond, respond_json
 
 TOKEN, READ_ONLY = "hf_may_write", "hf_may_read"
 _LARGE = 10_000

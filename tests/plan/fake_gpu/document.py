@@ -228,7 +228,7 @@ _HOST = """Reads of the device by the host in a step, with the function that mak
 `pipeline/engines/torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
 _MISSING = """Later stages of DeepSpeed's pipeline receive the shapes of their input from the stage before, which is
 not there: `AssertionError` in `deepspeed/runtime/pipe/engine.py`, `assert isinstance(self.pipe_recv_buf, tuple)`. The
-first stage runs. `tests/plan/fake_gpu/test_on_a_gpu.py` has the rest, for a machine with GPUs; not yet run. Stages of
+first stage runs. `tests/engines/test_gpu.py` has the rest, for a machine with GPUs; not yet run. Stages of
 engine torch that are listed wait for the next `make sweep-gpu`."""
 
 
