@@ -269,8 +269,8 @@ def mutations() -> Sweep:
         title="small faults in the code, and the tests that find them",
         what="A cell is a mutant: one comparison, operator, whole number, order of arguments or statement is changed in"
         " a copy of the code, drawn by a seed over eight subjects. CI's tests in the folder that mirrors its module run"
-        " until one fails, and the parity matrix where none does. A cell passes if a test fails that passes again"
-        " without the mutant, or if the tests hang.",
+        " until one fails, and the parity matrix where none does, or the tests of its package. A cell passes if a test"
+        " fails that passes again without the mutant, or if the tests hang.",
         groups={subject: [each.name for each in found] for subject, found in drawn_mutants().items()},
         run=lambda cells: {cell: run_mutant(cell) for cell in cells},
         failed="Survived",

@@ -3,7 +3,8 @@
 Mutants run in a clone of HEAD in a temporary folder, which is first in PYTHONPATH: tests, the commands that they start
 and the fork server of `tests.warm_python` import that. Sessions of pytest run one after the other until a test fails:
 the files that import the mutated module, the rest of the folder that mirrors it, and for what survives these the parity
-matrix. The test that fails runs once more without the mutant, and has to pass; otherwise the sessions go on without it.
+matrix, or the tests of its package where no rank imports it. The test that fails runs once more without the mutant, and
+has to pass; otherwise the sessions go on without it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ TIER = "not sweep"
 SILENCE_S = 300.0
 """Seconds without the end of a test, after which a mutant counts as one that hangs."""
 _MATRIX = "tests/parity/test_matrix.py"
+_NOT_OF_A_RANK = {"data_prep/": "tests/data_prep", "pipeline/compress/": "tests/compress"}
+"""Product code that no rank imports, and its tests."""
 _OUTCOME = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\n]+?)?)(?: - .*)?$", re.MULTILINE)
-_KILLED = ("importing tests", "its folder", "the matrix", "time limit")
+_KILLED = ("importing tests", "its folder", "the matrix", "its package", "time limit")
 
 
 @cache
@@ -157,8 +160,11 @@ def _sessions(mutant: Mutant) -> Iterator[tuple[str, list[str]]]:
         if files:
             yield "importing tests", files
     yield "its folder", [folder, *(f"--ignore={each}" for each in inside)]
-    if not mutant.file.startswith(("data_prep/", "pipeline/compress/")):  # no rank imports these
+    package = next((each for each in _NOT_OF_A_RANK if mutant.file.startswith(each)), None)
+    if package is None:
         yield "the matrix", [_MATRIX]
+    elif folder != _NOT_OF_A_RANK[package]:
+        yield "its package", [_NOT_OF_A_RANK[package], *(f"--ignore={each}" for each in [folder, *inside])]
 
 
 @cache
