@@ -201,9 +201,9 @@ def held(
         lost: function that the renewing thread calls when another process has taken over the lease.
 
     Raises:
-        LeaseTakenError: another process writes there.
+        LeaseTakenError: another process writes to `place`.
         LeaseLostError: another process has taken over the lease meanwhile.
-        StorageError: the store cannot be read or written to; failing to give the lease back is no error.
+        StorageError: the store cannot be read or written to; failing to give the lease back is not an error.
     """
     before = patiently(partial(newest_lease, place))
     if before is not None:

@@ -58,8 +58,8 @@ def publish_run(run_dir: Path, url: str, *, progress: Progress = lambda _bytes: 
         The bytes of every file in the store, without the run's manifest.
 
     Raises:
-        DataError: a process trains or writes there; the URL has a finished run, or checkpoints that the run lacks; a
-            checkpoint is damaged; or the store's listing differs from the sent files.
+        DataError: a process trains in `run_dir` or writes to `url`; the URL has a finished run, or checkpoints that the
+            run lacks; a checkpoint is damaged; or the store's listing differs from the sent files.
         LeaseLostError: another process has taken over the lease while this one was paused.
         StorageError: the store cannot be written to.
     """
@@ -118,7 +118,7 @@ def fetch_run(url: str, final: Path, *, progress: Progress = lambda _bytes: None
         The bytes of every copied file, without the run's manifest.
 
     Raises:
-        DataError: a process trains there, `final` exists, the disk has no room, or a checksum differs.
+        DataError: a process writes to `url`, `final` exists, the disk has no room, or a checksum differs.
         StorageError: the store cannot be read.
     """
     refuse_existing(final)

@@ -36,11 +36,12 @@ def write_dedup_tables(
     bands: Hashes | None = None,
     signatures: Signatures | None = None,
 ) -> None:
-    """Writes a run's ranks and tables for deduplication into its directory.
+    """Writes the arrays that deduplication reads of one sorted run into the run's directory.
 
     Args:
         directory: the directory of the run.
-        rank: int64[documents], in the order of the run's documents, like the other arrays.
+        rank: int64[documents], in the order of the run's documents, like the other arrays; of duplicates the document
+            with the smallest rank is kept.
         hashes: uint64[documents, 2], the 128-bit hash of each text; None without exact deduplication.
         bands: uint64[documents, bands], LSH band hashes (`minhash.band_hashes`); None without near deduplication.
         signatures: uint8[documents, slots], MinHash signatures; None if clusters are not verified.

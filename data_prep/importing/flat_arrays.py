@@ -150,7 +150,7 @@ def _check_width(file: FlatFile) -> None:
     """Checks a dtype that the file does not record against the file's contents.
 
     Raises:
-        DataError: the file is no whole number of ids, or its documents end elsewhere.
+        DataError: the file does not hold a whole number of ids, or its documents end elsewhere.
         ConfigError: four-byte ids would each be read as two.
     """
     size, width = file.path.stat().st_size, np.dtype(file.dtype).itemsize

@@ -49,7 +49,7 @@ def check_output(output: Path) -> None:
     """Checks that the output and its job directory can get their names.
 
     Raises:
-        ConfigError: the name is too long, a dangling link stands in its place, or its parent is no directory.
+        ConfigError: the name is too long, a dangling link stands in its place, or its parent is not a directory.
     """
     longest = _NAME_BYTES - len(os.fsencode(_LONGEST_NAME.format("")))
     if len(os.fsencode(output.name)) > longest:

@@ -31,7 +31,7 @@ class LoadedConfig:
         config: the validated config.
         ignored: "key = value" of DeepSpeed's keys that change nothing here.
         auto: "key = value" of keys that were "auto".
-        differs: absent keys that mean something else here than to DeepSpeed and change the loss curve.
+        differs: absent keys whose meaning differs from DeepSpeed's and changes the loss curve.
     """
 
     config: Config

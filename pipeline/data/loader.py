@@ -169,7 +169,7 @@ class StepLoader:
         return StepBatch.of(step, [self._own(micro) for micro in whole.split(sizes)], targets)
 
     def _count(self, samples: npt.NDArray[np.int64]) -> int:
-        """Counts the targets of samples (global numbers); reads indexes for boundaries, a byte per token for masks."""
+        """Counts the targets of samples (global indices); reads only document boundaries and loss masks, no tokens."""
         length = self._batch.sequence_length
         if not self._bounded and not self._mixture.masked:
             return int(samples.size) * length

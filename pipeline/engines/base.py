@@ -65,7 +65,7 @@ class UpdateLimits:
     def outcome(self, loss: float, grad_norm: float, *, scaled: bool) -> StepOutcome:
         """Decides whether a step with these numbers, which may be NaN or infinite, is applied.
 
-        A non-finite loss is no fp16 overflow: it comes from the forward pass, where nothing is scaled.
+        A non-finite loss is not an fp16 overflow: it comes from the forward pass, where nothing is scaled.
 
         Args:
             loss: mean loss of the step, nats per token.

@@ -133,7 +133,7 @@ def locked_attempt(
         holding: context entered once the directory is locked, and left after the attempt's end is recorded.
 
     Raises:
-        ConfigError: another process trains there, or the directory cannot be written.
+        ConfigError: another process trains in the directory, or it cannot be written.
     """
     attempt = Attempt(run_dir if launch.rank == 0 else None)
     lock = exclusive_run(run_dir, lost=lambda error: attempt.tell_ranks(error))  # noqa: PLW0108  it is set later

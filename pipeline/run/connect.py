@@ -42,7 +42,7 @@ def check_and_prepare(run: ResolvedRun, launch: Launch) -> tuple[PreparedRun, to
 
 
 def check_node(prepared: PreparedRun) -> None:
-    """Refuses features that this node lacks, before anything is touched."""
+    """Refuses features that this node lacks, before process groups are opened."""
     config = prepared.run.config
     if config.engine == "deepspeed":
         check_machine(config.zero_optimization, config.fp16)

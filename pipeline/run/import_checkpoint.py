@@ -115,7 +115,7 @@ def import_checkpoint(
         folder: a checkpoint of another trainer.
         prepared: the run, which has no checkpoint yet.
         progress: called with (bytes written, all bytes).
-        step: number of optimizer steps behind the checkpoint; None for the number that it records.
+        step: number of optimizer steps that the checkpoint was trained for; None for the number that it records.
 
     Raises:
         ConfigError: the run has fewer steps than the checkpoint.

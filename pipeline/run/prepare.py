@@ -243,7 +243,7 @@ def check_disks(zero: ZeroSection) -> None:
     """Refuses to offload to a directory that is missing on this machine.
 
     Raises:
-        ConfigError: `nvme_path` is no directory, or cannot be written.
+        ConfigError: `nvme_path` is not a directory, or cannot be written.
     """
     for name in ("offload_optimizer", "offload_param"):
         section = getattr(zero, name)

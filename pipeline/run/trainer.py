@@ -113,7 +113,7 @@ class Trainer:
         return due or self.stepper.needs_drain(step) or self.hooks.needs_finished(step)
 
     def _finish_steps(self, *, drain: bool) -> tuple[Stop, bool]:
-        """Reports finished steps: all begun steps, or all but the one on which a device works; advances a save."""
+        """Reports finished steps and advances a pending save; with `drain` it first waits for all begun steps."""
         found: list[StepFlags] = []
         with self.saves.finished_before_an_error():
             for step, result in self.stepper.finished(drain=drain):

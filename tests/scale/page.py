@@ -52,16 +52,16 @@ LIMITS = {"cpu_s": 60.0, "bytes": 2.0 * 2**30, "file_operations": 60_000.0}
 _COUNTS = {"cpu_s": 2.0, "bytes": 64.0 * 2**20, "file_operations": 2000.0, "messages": 1e9, "read_bytes": 2.0**34}
 """Values at the target below which growth does not matter."""
 _LARGE = (
-    "Tokens, bytes, samples and steps are numbers of 64 bits, or Python's. Tests are at the boundaries:"
+    "Tokens, bytes, samples and steps are counted in 64-bit or Python integers. Tests are at the boundaries:"
     " token files, runs and arrays of 4 GiB and more, the order of samples up to 2^63, 2^31 steps passed over,"
     " positions in a checkpoint's files up to 2^62, counts of a journal past 2^63. A document of 2^31 tokens and a"
     " sample past 2^63 are refused."
 )
 _NOT_MEASURED = (
     "NCCL: its connections, its own requests to the store, and its splits into groups: one for each axis.",
-    "Names of hosts: torch's store looks up that of each connection, two a rank, in the thread that answers all ranks."
-    " 60 connections took 5 s here where the resolver did not answer, and 0.02 s with names in files alone, which the"
-    " cells of joining and waiting have. Rank 0's host needs a resolver that answers for all hosts, or a file.",
+    "Host names: torch's store looks up the host of each connection, two per rank, in the thread that answers all"
+    " ranks. 60 connections took 5 s here while the resolver did not answer, and 0.02 s with names from files alone, as"
+    " in the cells of joining and waiting. Rank 0's host needs a resolver that answers for all hosts, or a file.",
     "Gloo in the place of NCCL: without `TORCH_GLOO_LAZY_INIT`, which runs on GPUs set, each rank asks the store three"
     " times for each other rank, and connects to all.",
     "The latency and the limits of a file system and of a network: operations and messages are counted.",

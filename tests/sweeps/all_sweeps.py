@@ -283,12 +283,12 @@ def scale() -> Sweep:
     return Sweep(
         name="scale",
         title="Scale: what grows with the size of a run",
-        what="A cell is a part of the product, measured at four sizes at least: real servers, files and code, with"
-        " simulated ranks, hosts and tasks. Figures are of the one process that has most to do. What follows at 1,000"
-        " nodes of 8 GPUs, a 405B, 10^13 tokens, 10^9 documents, 2 million steps and 500 attempts is measured where"
-        " that size is among them, and else extrapolated by the larger of two exponents: that over all sizes, and that"
-        " of the two largest. A part may take a minute of CPU, 2 GiB, and 1,000 file operations a second in any one"
-        " process there, and grow linearly. Seconds of wall-clock time are of two cores that others used, too.",
+        what="A cell is a part of the product, measured at four sizes or more with real servers, files and code, and"
+        " simulated ranks, hosts and tasks. Figures are of the process with the most work. The target is 1,000"
+        " nodes of 8 GPUs, a 405B, 10^13 tokens, 10^9 documents, 2 million steps and 500 attempts. Where that size"
+        " was not measured, figures are extrapolated by the larger of two exponents: over all sizes, and over the"
+        " two largest. At the target one process may use a minute of CPU, 2 GiB, and 1,000 file operations a"
+        " second, and its cost may grow linearly. Wall-clock seconds were measured on two busy cores.",
         groups=cells_of_scale.groups(),
         run=cells_of_scale.run_cells,
         batch=4,

@@ -83,9 +83,9 @@ def trained_matrices(manifest: Manifest) -> dict[str, MatrixForm]:
 def trained_positions(manifest: Manifest, model: nn.Module) -> int | None:
     """`max_position_embeddings` for an export: the longest sequence in training; None to keep the config's value.
 
-    A value is replaced only if no person has chosen it: if `model.config` does not set it, headrace uses at least 2048,
-    and readers of the export would take that for the length that the model has learned. The value stays if something
-    depends on it: the size of a parameter or buffer (learned positions), or the scaling of rotary positions.
+    Only a value that `model.config` does not set is replaced: headrace then uses at least 2048, which readers of the
+    export would mistake for the length that the model was trained on. The value stays if something depends on it: the
+    size of a parameter or buffer (learned positions), or the scaling of rotary positions.
     """
     section = manifest.config["model"].get("config") or {}
     config = trained_config(manifest)

@@ -46,7 +46,7 @@ def enum_member(owner: object, name: str) -> Enum:
     """Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickles enum members; returns nothing else.
 
     Raises:
-        UnpicklingError: `owner` is no enum, or has no member `name`.
+        UnpicklingError: `owner` is not an enum, or has no member `name`.
     """
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         member: Enum = owner.__members__[name]

@@ -29,7 +29,7 @@ class Verdict:
         kind: finished; stopped (saved, on request); failed (an error of a rank's own); lost (a rank was killed or
             hangs).
         code: exit code.
-        nodes: nodes on which the end began, as far as that can be told.
+        nodes: nodes with the first cause of the end, as far as known.
         text: the error of the first rank.
     """
 

@@ -37,7 +37,7 @@ class NodeRecord:
 
     Attributes:
         node: name of the node.
-        attempt: name of the checks; records of other attempts in the directory do not count.
+        attempt: name that distinguishes these checks from earlier ones in the directory, whose records are ignored.
         host: host name.
         port: port on which the node answers others that measure their link to it.
         stage: name of the check being made, or another stage; "finished" at the end.

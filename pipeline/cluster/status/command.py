@@ -76,7 +76,7 @@ def show_run(run_dir: Path, *, as_json: bool, once: bool) -> None:
     """Prints the status of a run; on a terminal it is refreshed for as long as the run trains or its job waits.
 
     Raises:
-        DataError: no run has begun there, and no job is queued to begin one.
+        DataError: no run has begun in the directory, and no job is queued to begin one.
     """
     reader, status = _opened(run_dir)
     console = Console(highlight=False)
@@ -93,7 +93,7 @@ def show_log(run_dir: Path) -> None:
     """Prints the merged log of a run.
 
     Raises:
-        DataError: no run has begun there, and no job of `headrace submit` has written anything.
+        DataError: no run has begun in the directory, and no job of `headrace submit` has written anything.
     """
     begun, logs = has_begun(run_dir), submitted_logs(run_dir)
     if not begun and not logs:

@@ -69,7 +69,7 @@ class RunStatus:
         tasks: task -> its newest figures, with their step.
         shares: samples per step of each data-parallel rank, as balanced last; empty where they are fixed.
         newest: the newest finished checkpoint.
-        training: whether a process trains there now; None where the file system has no locks.
+        training: whether a process trains the run now; None if the file system has no locks.
         idle_seconds: seconds since the metrics were last written; None where there are none.
         seconds_left: estimated seconds to the end; None while nothing trains, or before there is an estimate.
         goodput: goodput until now (`pipeline.runtime.goodput.account`); None before the first step.
@@ -183,7 +183,7 @@ class RunReader:
         """Reads the present status.
 
         Raises:
-            DataError: no run has begun there, or its manifest is damaged.
+            DataError: no run has begun in the directory, or its manifest is damaged.
         """
         run_dir, now = self._dir, time.time()
         if (url := url_of(run_dir)) is not None and time.monotonic() - self._pulled > _PULL_S:
@@ -236,7 +236,7 @@ def read_status(run_dir: Path) -> RunStatus:
     """Reads the status of a run once, without asking Slurm.
 
     Raises:
-        DataError: no run has begun there, or its manifest is damaged.
+        DataError: no run has begun in the directory, or its manifest is damaged.
     """
     return RunReader(run_dir, slurm=False).read()
 

@@ -59,8 +59,8 @@ class CalibrationSection(Section):
     samples: int = Field(
         default=128,
         ge=1,
-        description="Windows of data.sequence_length tokens, evenly spaced over the split, e.g. 256; their tokens have"
-        " to be as many as the inputs of the widest layer at least",
+        description="Windows of data.sequence_length tokens, evenly spaced over the split, e.g. 256; at least as many"
+        " tokens in all as the widest layer has inputs",
     )
 
 
@@ -70,8 +70,8 @@ class QuantizeCalibration(CalibrationSection):
     iterations: int = Field(
         default=200,
         ge=1,
-        description="Of auto-round: batches of data.batch_size windows that the rounding of each decoder layer is"
-        " learnt on, e.g. 400",
+        description="auto-round: number of batches of data.batch_size windows on which the rounding of each decoder"
+        " layer is learnt, e.g. 400",
     )
 
 
@@ -155,7 +155,7 @@ class QuantizeConfig(Section):
     )
     imatrix: bool = Field(
         default=False,
-        description="Of GGUF types but Q8_0: weigh the rounding errors of a matrix by the mean squares of its inputs on"
+        description="GGUF types except Q8_0: weigh the rounding errors of a matrix by the mean squares of its inputs on"
         " calibration text, llama.cpp's importance matrix, e.g. true",
     )
     group_size: int | None = Field(

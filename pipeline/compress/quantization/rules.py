@@ -275,7 +275,7 @@ def _layers(config: QuantizeConfig, source: ModelFolder) -> dict[str, tuple[int,
 
 
 def _check_fused(config: QuantizeConfig, every: Collection[str], layers: Set[str]) -> None:
-    """Refuses to skip a part of a product that vLLM fuses, because its loader fails; allowed if vLLM is no consumer.
+    """Refuses to skip a part of a product that vLLM fuses, because its loader fails; allowed unless vLLM is a consumer.
 
     Raises:
         ConfigError: names the parts.

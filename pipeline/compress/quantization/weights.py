@@ -52,7 +52,7 @@ def check_modules(model: nn.Module, plan: QuantizationPlan) -> None:
     """Checks that the layers found in the file headers are linear modules of the model; unfuses its experts.
 
     Raises:
-        ConfigError: a module is no linear layer (GPT-2's Conv1D, whose weights are transposed) and cannot be packed.
+        ConfigError: a module is not a linear layer (GPT-2's Conv1D, whose weights are transposed) and cannot be packed.
         DataError: the form of the experts is unknown.
     """
     unfuse_experts(model)

@@ -1,4 +1,4 @@
-"""DeepSpeed's default of every key that is honoured here, and absent keys that mean something else here on purpose.
+"""DeepSpeed's default of every key that is honoured here, and absent keys whose meaning differs here on purpose.
 
 `tests/config/test_deepspeed_defaults.py` compares the table with the installed deepspeed and with the schema.
 Source: deepspeed 0.19.8 `runtime/constants.py`, `zero/config.py`, `zero/offload_config.py`, `lr_schedules.py`.
@@ -105,7 +105,7 @@ A key whose default in the schema is None is not passed on: DeepSpeed's own defa
 
 @dataclass(frozen=True)
 class Difference:
-    """An absent key that means something else here than to DeepSpeed, on purpose.
+    """A key whose absence means something else here than in DeepSpeed, on purpose.
 
     Attributes:
         key: the key.
@@ -184,7 +184,7 @@ _WHATEVER_IS_GIVEN = {"optimizer.params.weight_decay"}
 
 
 def differences(config: Config, *files: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a text per absent key that means something else here than to DeepSpeed and changes the loss curve.
+    """Yields a text for each absent key whose meaning differs from DeepSpeed's and changes the loss curve.
 
     Args:
         config: the config.

@@ -72,7 +72,7 @@ class OnPolicySection(Section):
         description="Tokens at the beginning of a sample that the student is given, e.g. 64; it samples those after"
     )
     new_tokens: Count | None = Field(
-        None, description="Tokens that it samples at most, e.g. 128; null: to the end of the sample, label included"
+        None, description="Maximum number of tokens the student samples, e.g. 128; null: to the end, label included"
     )
     temperature: float = Field(
         1.0, ge=0.0, description="Temperature of the sampling, e.g. 1.0: the student's own distribution; 0 is greedy"

@@ -18,7 +18,7 @@ class SourceSection(Section):
 
     path: PathOrUrl = Field(
         description="Tokens directory written by data_prep or headrace import, e.g. out/demo/tokens, also in an object"
-        " store (s3://BUCKET/tokens); or what is read in place: PREFIX of a Megatron-LM dataset (PREFIX.bin and"
+        " store (s3://BUCKET/tokens); or a dataset read in place: PREFIX of a Megatron-LM dataset (PREFIX.bin and"
         " PREFIX.idx), a folder or file of datatrove's .ds"
     )
     source: str | None = Field(

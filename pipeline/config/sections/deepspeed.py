@@ -191,9 +191,9 @@ class ZeroSection(Section):
     )
     zero_hpz_partition_size: Count | None = Field(
         None,
-        description="hpZ of ZeRO++ (stage 3): a second copy of the weights is sharded over so many neighbouring ranks,"
-        " e.g. the 8 GPUs of a node, and the backward pass gathers from it. Takes the memory of that copy; off when"
-        " absent",
+        description="hpZ of ZeRO++ (stage 3): number of neighbouring ranks over which a second copy of the weights"
+        " is sharded, e.g. 8, the GPUs of a node; the backward pass gathers from it. Takes the memory of that copy; off"
+        " when absent",
     )
     sub_group_size: Index | None = Field(
         None,
@@ -207,7 +207,7 @@ class ZeroSection(Section):
     )
     ignore_unused_parameters: bool | None = Field(
         None,
-        description="true: parameters without a gradient in a backward pass are no error; DeepSpeed's default is true",
+        description="true: parameters without a gradient in a backward pass are allowed; DeepSpeed's default is true",
     )
     stage3_max_live_parameters: Index | None = Field(
         None,
@@ -216,9 +216,8 @@ class ZeroSection(Section):
     )
     stage3_max_reuse_distance: Index | None = Field(
         None,
-        description="A gathered parameter is kept if it is used again within so many elements, e.g. 1e8 (stage 3);"
-        " DeepSpeed's"
-        " default is 1e9",
+        description="A gathered parameter is kept if it is used again within this many elements, e.g. 1e8 (stage 3);"
+        " DeepSpeed's default is 1e9",
     )
     stage3_prefetch_bucket_size: Index | None = Field(
         None,

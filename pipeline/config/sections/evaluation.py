@@ -34,16 +34,16 @@ class TaskSection(Section):
     )
     max_tokens: Count | None = Field(
         None,
-        description="Tokens to evaluate at most, e.g. 1e6: as many of the drawn questions as fit; no limit when absent",
+        description="Maximum number of tokens to evaluate, e.g. 1e6: as many questions as fit; no limit when absent",
     )
-    seed: Index = Field(0, description="Of the draw of samples; not run.seed, so that runs have the same questions")
+    seed: Index = Field(0, description="Random seed of the drawn samples; not run.seed, so runs share the questions")
     match: Literal["exact", "contains", "number", "gsm8k_strict", "gsm8k_flexible"] = Field(
         "exact",
         description="When a continuation is right: exact (it is one of the answers, without surrounding space),"
         " contains (an answer is in it), number (its last number is an answer), gsm8k_strict (the number after ####),"
         " gsm8k_flexible (the last number), as the filters of lm-evaluation-harness's gsm8k take it",
     )
-    new_tokens: Count = Field(64, description="Tokens of a continuation at most, e.g. 256")
+    new_tokens: Count = Field(64, description="Maximum number of tokens of a continuation, e.g. 256")
     stop: tuple[str, ...] = Field(
         ("\n",),
         description="Texts at which a continuation ends, besides the tokenizer's end-of-text token",

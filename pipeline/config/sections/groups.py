@@ -39,8 +39,8 @@ class QuorumSection(Section):
     )
     wait_s: PositiveFloat = Field(
         600.0,
-        description="Seconds that an exchange waits for a living group that is slower, e.g. 600; it is left behind"
-        " then, where more than half of the living ones are there. A setting of the lighthouse that the command starts",
+        description="Seconds that an exchange waits for a slower living group, e.g. 600, once more than half of"
+        " the living groups are ready; then it goes on without that group. A setting of the command's lighthouse",
     )
     start_s: NonNegativeFloat = Field(
         60.0, description="Seconds that the start waits for all `count` groups, e.g. 60; 0 starts alone"
@@ -56,8 +56,8 @@ class OuterSection(Section):
     )
     momentum_follows_lr: bool = Field(
         False,
-        description="true: the momentum shrinks with the inner learning rate. For schedules that fall within some tens"
-        " of exchanges, where momentum of earlier rounds, of larger steps, would overshoot",
+        description="true: the momentum shrinks with the inner learning rate. For schedules that decay within a few"
+        " tens of exchanges: momentum from earlier rounds with larger steps would overshoot",
     )
 
 

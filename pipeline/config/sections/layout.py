@@ -100,9 +100,9 @@ class LayoutSection(Section):
     ep: Count | None = Field(
         None,
         description="Expert-parallel size: ranks that the experts of each layer are split over, e.g. 8; 1 when absent"
-        " (DeepSpeed's expert_parallel.autoep_size). It is laid over the ranks of dp x cp x tp, and divides their"
-        " number and that of the experts. Tokens go to the ranks of their experts and back by all-to-all; none is"
-        " dropped",
+        " (DeepSpeed's expert_parallel.autoep_size). Its groups are formed among the dp x cp x tp ranks; it must"
+        " divide their number and the number of experts. Tokens go to the ranks of their experts and back by"
+        " all-to-all; none is dropped",
     )
     ep_exchange: Literal["all_to_all", "deepep", "hybridep"] | None = Field(
         None,
@@ -112,14 +112,14 @@ class LayoutSection(Section):
     )
     ep_overlap: bool = Field(
         False,
-        description="true: expert-parallel ranks exchange the tokens of a micro-batch beside the computation of another"
-        " one, the forward pass of each beside the backward pass of the one before. Engine torch, ZeRO stage 0 to 2;"
+        description="true: the token exchange of a micro-batch overlaps with the computation of another: the forward"
+        " pass of each runs beside the backward pass of the previous one. Engine torch, ZeRO stage 0 to 2;"
         " a step has two micro-batches or more, and a pipeline has schedule dualpipev",
     )
     hybrid_shard_size: Count | None = Field(
         None,
-        description="Hybrid sharding (HSDP): ranks that parameters are sharded over, replicated across groups of so"
-        " many, e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 1 to 3",
+        description="Hybrid sharding (HSDP): ranks that parameters are sharded over; groups of this size hold replicas,"
+        " e.g. 8, the GPUs of a node; all data ranks when absent. Engine torch, ZeRO stage 1 to 3",
     )
     schedule: Literal[*SCHEDULES] = Field(  # type: ignore[valid-type]
         "1f1b",

@@ -13,7 +13,7 @@ class NodeChecksSection(Section):
     timeout: PositiveFloat = Field(
         60.0, description="Seconds for all checks; a node that has not finished by then is a bad node, e.g. 120"
     )
-    faults: Count = Field(3, description="Faults that began on a node after which it is left out, e.g. 3")
+    faults: Count = Field(3, description="Number of faults on a node after which it is left out, e.g. 3")
     slow_link: float = Field(
         0.25,
         gt=0.0,
@@ -22,28 +22,28 @@ class NodeChecksSection(Section):
     )
     min_bandwidth: PositiveFloat | None = Field(
         None,
-        description="A node is bad when its fastest link has less than so many MB/s, e.g. 1000 on 10 Gbit/s Ethernet;"
-        " only compared with the other nodes when absent",
+        description="A node is bad when its fastest link is slower than this in MB/s, e.g. 1000 on 10 Gbit/s Ethernet;"
+        " when absent, links are only compared with those of other nodes",
     )
     partners: Count = Field(
         16, description="Nodes with which each node's link is measured, e.g. 16; all where there are fewer"
     )
-    payload_mb: Count = Field(64, description="MB sent over a link in each direction, for one second at most, e.g. 64")
+    payload_mb: Count = Field(64, description="MB sent over a link in each direction, for at most one second, e.g. 64")
     max_clock_skew: PositiveFloat = Field(
-        5.0, description="A node is bad when its clock differs by more than so many seconds from all others, e.g. 5"
+        5.0, description="A node is bad when its clock differs by more than this many seconds from all others, e.g. 5"
     )
     min_memory_gb: NonNegativeFloat = Field(
-        0.25, description="A node is bad with less available host memory, in GB, e.g. 64"
+        0.25, description="A node is bad when its available host memory, in GB, is below this, e.g. 64"
     )
     min_shm_mb: NonNegativeFloat = Field(
         16.0,
-        description="A node is bad with less free space in /dev/shm, in MB, e.g. 1024, which NCCL and loaders need",
+        description="A node is bad when its free space in /dev/shm, in MB, is below this, e.g. 1024; NCCL needs it",
     )
     min_disk_gb: NonNegativeFloat = Field(
-        0.25, description="A node is bad with less free space in the run's directory, in GB, e.g. 500"
+        0.25, description="A node is bad when its free space in the run's directory, in GB, is below this, e.g. 500"
     )
     min_tmp_gb: NonNegativeFloat = Field(
-        0.1, description="A node is bad with less free space in its directory for temporary files, in GB, e.g. 10"
+        0.1, description="A node is bad when its free space for temporary files, in GB, is below this, e.g. 10"
     )
     max_file_system_s: PositiveFloat = Field(
         20.0,

@@ -179,19 +179,19 @@ class OptimizerParams(Section):
     betas: tuple[float, float] | None = Field(
         None,
         description="Two numbers in [0, 1), e.g. [0.9, 0.95]. AdamW: decay rates of the first and second moment. Lion:"
-        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed. Muon: those"
+        " weight of the momentum in the update, and its decay rate. Default: [0.9, 0.999], as in DeepSpeed. Muon: betas"
         " of its AdamW part, default [0.9, 0.95], as in DeepSpeed",
         strict=False,
     )
     eps: PositiveFloat | None = Field(
         None,
         description="Term added to the denominator of AdamW's update for numerical stability, e.g. 1e-8, the default;"
-        " of Muon's AdamW part 1e-10, as in DeepSpeed",
+        " the default of Muon's AdamW part is 1e-10, as in DeepSpeed",
     )
     momentum: NonNegativeFloat | None = Field(
         None,
-        description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state. Of Muon:"
-        " default 0.95",
+        description="Momentum of SGD, a number in [0, 1), e.g. 0.9; default 0: without momentum and its state."
+        " Muon's default is 0.95",
     )
     nesterov: bool | None = Field(
         None, description="true: Nesterov momentum; default false with SGD and true with Muon"
@@ -212,18 +212,18 @@ class OptimizerParams(Section):
     adjust_lr: Literal["match_rms_adamw", "original"] | None = Field(
         None,
         description="Muon: factor on the update of a matrix with m outputs and n inputs. match_rms_adamw, the default:"
-        " 0.2 sqrt(max(m, n)), updates as large as AdamW's, whose rates and decays hold. original: sqrt(max(1, m/n))",
+        " 0.2 sqrt(max(m, n)), updates as large as AdamW's, so lr and decay carry over. original: sqrt(max(1, m/n))",
     )
     qk_clip: PositiveFloat | None = Field(
         None,
         description="Muon: largest attention logit of a head (a scaled product of a query and a key), e.g. 100. After a"
-        " step in which one was larger, the weights of the head's queries and keys are scaled by what is too much"
+        " step in which a head exceeded it, the weights of its queries and keys are scaled down to this limit"
         " (QK-Clip of Kimi K2). Default: not clipped",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,
-        description="Weight decay, e.g. 0.1; 0 is off. Decoupled, but for SGD, where it is added to the gradient (L2),"
-        " as torch means it. Applied to matrices, not to biases and norms",
+        description="Weight decay, e.g. 0.1; 0 is off. Decoupled, except for SGD: there it is added to the gradient"
+        " (L2), as in torch. Applied to matrices, not to biases and norms",
     )
     torch_adam: bool | None = Field(
         None,

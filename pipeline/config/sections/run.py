@@ -232,7 +232,7 @@ class RunSection(Section):
     checkpoint_minutes: NonNegativeFloat | None = Field(
         None,
         description="Minutes between checkpoints, e.g. 15; when absent, 30 without run.checkpoint_every and"
-        " none with it; 0: none by minutes; with run.checkpoint_every auto an upper bound",
+        " no checkpoints by time with it; 0: never by time; an upper bound if run.checkpoint_every is auto",
     )
     keep_checkpoints: Count = Field(2, description="Number of newest checkpoints kept on disk; older ones are deleted")
     keep_in_bucket: Count | Literal["all"] | None = Field(
@@ -264,8 +264,8 @@ class RunSection(Section):
     allow_change: tuple[str, ...] = Field(
         (),
         description="Fields that may differ from the checkpoint's on resume although they alter the loss curve, e.g."
-        ' ["optimizer.params.lr"]; not data, seed and batch, by which past steps are counted, but for stages of'
-        " data.curriculum that have not begun",
+        ' ["optimizer.params.lr"]; data, seed and batch cannot change, since they count past steps; stages of'
+        " data.curriculum that have not begun can",
         strict=False,
     )
     resume: Literal["auto", "never"] = Field(
@@ -298,8 +298,8 @@ class LaunchSection(Section):
     )
     device: Literal["auto", "cpu"] = Field(
         "auto",
-        description="auto: the GPU, and the CPU where none is to be expected; a driver or a Slurm job whose GPUs torch"
-        " cannot use is refused. cpu: the CPU, whatever there is",
+        description="auto: the GPU, or the CPU on a machine without one; a driver or a Slurm job whose GPUs torch"
+        " cannot use is refused. cpu: always the CPU",
     )
     timeout: PositiveFloat = Field(
         300.0,
@@ -307,8 +307,8 @@ class LaunchSection(Section):
     )
     numa_bind: bool = Field(
         True,
-        description="Bind each rank to the cores of its GPU's NUMA node, where the system tells it; false: the cores"
-        " that the launcher leaves. Nothing is bound without a GPU",
+        description="Bind each rank to the cores of its GPU's NUMA node, if the system reports it; false: the cores"
+        " that the launcher assigned. Nothing is bound without a GPU",
     )
     fallback_layouts: tuple[FallbackLayout, ...] = Field(
         (),
@@ -490,8 +490,8 @@ class Config(Section):
     data_types: DataTypesSection = DataTypesSection()
     communication_data_type: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="dtype in which gradients are reduced over the data ranks: fp32, or bf16 with bf16 enabled, which"
-        " sends half the bytes and rounds every rank's gradient; they are accumulated over micro-batches in fp32 still",
+        description="dtype in which gradients are reduced over the data ranks: fp32, or bf16 (needs bf16 enabled),"
+        " which sends half the bytes and rounds every rank's gradient. Micro-batches are still accumulated in fp32",
     )
 
     @field_validator("communication_data_type", mode="before")

@@ -48,7 +48,7 @@ class GradientAccumulation:
         root: the module that `sharding.shard_decoder` sharded.
         stage: ZeRO stage of the sharding, which determines when gradients are reduced.
         device: this rank's device.
-        passes: runner of a forward and a backward pass in turns; None to run one after the other.
+        passes: runner that overlaps a forward pass with the previous backward pass; None without `parallel.ep_overlap`.
     """
 
     def __init__(self, root: Any, *, stage: int, device: torch.device, passes: OverlappedPasses | None = None) -> None:

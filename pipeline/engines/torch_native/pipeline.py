@@ -80,7 +80,7 @@ class PipelineSchedule:
         mesh: this rank's coordinates and groups.
         hidden_size: D.
         device: this rank's device.
-        passes: runner of the two passes of a pair in turns; None to run one after the other.
+        passes: runner that overlaps the forward and the backward pass of a pair; None without `parallel.ep_overlap`.
     """
 
     def __init__(
@@ -185,12 +185,12 @@ class PipelineSchedule:
 
 
 def _overlapped_pair(passes: OverlappedPasses, action: Any, context: Any) -> None:
-    """Runs torch's action OVERLAP_F_B like F and B in its `_PipelineScheduleRuntime`, but the two in turns.
+    """Runs torch's action OVERLAP_F_B as `_PipelineScheduleRuntime` runs F and B, but overlaps the two.
 
     It waits for the passes' messages before the first turn, and sends their results after the last turn.
 
     Args:
-        passes: runner of the two passes in turns.
+        passes: runner that overlaps the two passes.
         action: torch's action, whose sub-actions are F and B of two stages of this rank.
         context: the schedule, and the arguments of the step.
     """

@@ -149,7 +149,7 @@ def wanted_of(args: argparse.Namespace, *, prompts: Iterable[str]) -> Wanted:
     """The measurements that the options of `add_comparison_arguments` ask for.
 
     Raises:
-        ConfigError: --batches is no list of numbers.
+        ConfigError: --batches is not a list of numbers.
     """
     usual = Wanted()
     positions = usual.positions if args.positions is None else args.positions

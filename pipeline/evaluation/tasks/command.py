@@ -1,7 +1,7 @@
-"""`headrace eval MODEL --tasks questions.jsonl,olmo:hellaswag`: tasks of training runs, evaluated on model folders.
+"""Evaluates model folders on tasks: `headrace eval MODEL --tasks questions.jsonl,olmo:hellaswag`.
 
-Names without `olmo:` are tasks of lm-evaluation-harness, which is called for them. All figures are in one output. torch
-is imported after the checks.
+Files, and names with `olmo:`, are tasks as in `evaluation.tasks` of a training run. Other names are tasks of
+lm-evaluation-harness, which is called for them. All figures are in one output. torch is imported after the checks.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ class ProviderFacts(Section):
 
 
 class SourceFacts(Section):
-    """What is known of a source of the corpus that its manifest does not say."""
+    """Facts about one source of the corpus that the manifest does not record."""
 
     name: str = Field(min_length=1, description='name of the source in the corpus config, e.g. "web"')
     kind: SourceKind = Field(
-        description='how the data was come by, as the summary\'s sections 2.1 to 2.6: "public" (publicly available '
+        description='how the data was obtained, by the summary\'s sections 2.1 to 2.6: "public" (publicly available '
         'dataset), "licensed" (by rightsholders), "private" (from another third party), "crawled" (by the provider), '
         '"user_interactions" (with the model), "user_services" (with other services), "synthetic" or "other"',
     )

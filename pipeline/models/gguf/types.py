@@ -2,8 +2,8 @@
 
 A mixed type (e.g. Q4_K_M) gives some tensors more bits. Ours follows the intent of llama.cpp's `llama-quantize`. The
 head, or an embedding that is also the head, has 6 bits. The next larger type is used for the value and down projections
-in the first and last eighth of the layers and in every third layer between. Rows whose length is no multiple of 256
-cannot be K-quants: they get a type with blocks of 32, or F16 if the length is no multiple of 32.
+in the first and last eighth of the layers and in every third layer between. Rows whose length is not a multiple of 256
+cannot be K-quants: they get a type with blocks of 32, or F16 if the length is not a multiple of 32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 Q = GGMLQuantizationType
 
 _FALLBACK = {Q.Q2_K: Q.Q4_0, Q.Q3_K: Q.Q4_0, Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
-"""K-quant -> the type for rows whose length is no multiple of 256."""
+"""K-quant -> the type for rows whose length is not a multiple of 256."""
 
 FLOATING_POINT = {Q.F32, Q.F16, Q.BF16}
 

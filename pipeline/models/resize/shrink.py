@@ -69,7 +69,7 @@ _LAYERS, _SHARED = "num_hidden_layers", "num_kv_shared_layers"
 _KINDS = 4
 """Largest number of distinct values in a list of layer types."""
 _LISTS = ("intermediate_size", "activation_sparsity_pattern")
-"""Lists with one entry per layer whose names do not say so (Gemma 3n)."""
+"""Config keys with one list entry per layer, which their names do not show (Gemma 3n)."""
 _REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
 _OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "num_decoder_attention_heads")
 DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type", "architectures", "dtype")

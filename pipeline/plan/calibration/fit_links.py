@@ -41,7 +41,7 @@ def links_of(
 
 
 def link_of(rows: Sequence[MeasuredCollective]) -> Link:
-    """The link with which the plan's formula is closest to the medians, by least squares of relative errors.
+    """Fits a link to the medians: least squares of the relative errors of the plan's formula.
 
     The formula is linear in the latency and in the inverse of the bandwidth.
     """

@@ -22,8 +22,8 @@ class HostPlan:
     Attributes:
         memory: kind -> bytes of host memory.
         disk: bytes on local NVMe disks.
-        memory_bytes: memory of the host; None where the machine does not say it.
-        disk_bytes: capacity of its local disks; None where the machine does not say it.
+        memory_bytes: memory of the host; None if the machine's file does not give it.
+        disk_bytes: capacity of its local disks; None if the machine's file does not give it.
     """
 
     memory: dict[str, float]

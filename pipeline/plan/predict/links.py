@@ -12,7 +12,7 @@ class Link:
 
     Attributes:
         bandwidth: bytes per second that one device sends while it receives as many
-        latency_s: seconds of one message of no bytes
+        latency_s: seconds of a message without data
     """
 
     bandwidth: float

@@ -88,7 +88,7 @@ class ShrunkRun:
 
 
 def reference_config(config: ConfigTree, *, dp: int) -> ConfigTree:
-    """A layout's config turned into that of one plain process, with the same samples in every step."""
+    """Turns a layout's config into a config for one process without a layout, with the same samples in every step."""
     kept = {key: value for key, value in config.items() if key not in _LAYOUT_KEYS}
     loss = {key: value for key, value in config.get("loss", {}).items() if key != "chunk"}
     accumulation = config["gradient_accumulation_steps"] * dp

@@ -21,7 +21,7 @@ def control_of(config: Config) -> Config:
     """Makes the config of a distillation's control run.
 
     Raises:
-        ConfigError: the config is no distillation.
+        ConfigError: the config is not a distillation.
     """
     if config.distill is None:
         why = "a control is the run of a distillation without its teacher"

@@ -1,4 +1,4 @@
-"""The teacher of a distillation, found and compared with the student before anything is touched."""
+"""Finds the teacher of a distillation and compares it with the student, before process groups are opened."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int
 
     Args:
         batch: a batch of data, [B, T].
-        rows: int64 [n], the chosen rows; rows whose token after the prompt is no target stay data.
+        rows: int64 [n], the chosen rows; rows whose token after the prompt is not a target stay data.
         tokens: int64 [n, G], the new tokens, of which T - `prompt` + 1 fit.
         prompt: number of tokens of the prompt, P.
         end_id: end-of-text token, after which no token is a target.

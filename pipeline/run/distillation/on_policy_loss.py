@@ -2,7 +2,7 @@
 
     loss = sum over data targets of alpha t^2 D + (1 - alpha) cross-entropy,  plus  sum over sampled targets of t^2 D
 
-A sampled token is no label: its position has no cross-entropy, and counts as much as a position of the data. There is
+A sampled token is not a label: its position has no cross-entropy, and counts as much as a data position. There is
 no gradient through the sampling. Source: Agarwal et al. 2023, GKD (arXiv:2306.13649), section 3.1 and algorithm 1, but
 mixed by sample rather than by batch.
 """

@@ -49,7 +49,7 @@ class Uploads:
         signals: stop signals of this process, by which a lost lease stops the run.
 
     Raises:
-        ConfigError: another process trains there, or the store is unsuitable for a run.
+        ConfigError: another process trains this run, or the store is unsuitable for a run.
         StorageError: the store cannot be read, listed, written to or deleted from.
     """
 

@@ -128,7 +128,7 @@ def read_goodput(run_dir: Path, *, training: bool | None) -> Goodput | None:
 
     Args:
         run_dir: the run's directory.
-        training: whether a process trains there now; None where that is not known.
+        training: whether a process trains the run now; None if unknown.
     """
     metrics = MetricsReader(run_dir).read()
     last = {"last_step": metrics.step["step"], "last_time": metrics.last_time}

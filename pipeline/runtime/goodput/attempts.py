@@ -131,7 +131,7 @@ def read_attempts(
 
     Args:
         run_dir: the run's directory.
-        training: whether a process trains there now; None where that is not known.
+        training: whether a process trains the run now; None if unknown.
         last_step: newest step in the metrics.
         last_time: time of the last row of metrics, in seconds since the epoch; None without rows.
     """

@@ -69,7 +69,7 @@ def pci_address(*, domain: int, bus: int, device: int) -> str:
 
 
 def cores_beside(address: str, *, sysfs: Path = SYSFS) -> tuple[int, frozenset[int]] | None:
-    """Reads a PCI device's NUMA node and its cores; None where the system does not tell, as in many containers.
+    """Reads a PCI device's NUMA node and its cores; None if the system does not report them, as in many containers.
 
     Args:
         address: from `pci_address`.

@@ -75,7 +75,7 @@ class LinkSection(Section):
     """A connection of a device, one direction."""
 
     bytes_per_s: _Rate = Field(description="Bytes per second in one direction, e.g. 450e9")
-    latency_s: PositiveFloat = Field(description="Seconds of one operation of no bytes, e.g. 3e-6")
+    latency_s: PositiveFloat = Field(description="Seconds of an operation that sends no data, e.g. 3e-6")
 
 
 class LinksSection(Section):
@@ -86,34 +86,34 @@ class LinksSection(Section):
     host: LinkSection = Field(description="Between a device and the host's memory")
     within_links: Count = Field(
         1,
-        description="Links that within is the sum of, where each device has one to every other device of its node: g of"
-        " them have g - 1 each; 1 where all of within reaches any device, through a switch",
+        description="Number of links that `within` adds up, if each device has one to every other device of its node:"
+        " in a group of g devices each uses g - 1; 1 if a switch gives every pair all of `within`",
     )
     operations: dict[Operation, LinkSection] = Field(
-        {}, description="As within, of one kind of collective; others have within"
+        {}, description="Link within a node for one kind of collective; the others use `within`"
     )
 
 
 class BusySection(Section):
     """Rates of a device while all devices of the node compute, relative to a device alone."""
 
-    products: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Of matrix products and attention")
-    memory: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Of memory")
+    products: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Relative rate of products and attention")
+    memory: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Relative bandwidth of memory")
 
 
 class EfficiencySection(Section):
     """Shares of the peaks that training reaches: low, typical, high."""
 
-    products: dict[Dtype, _Share] = Field(description="Of peak_flops, by matrix products and attention, per dtype")
+    products: dict[Dtype, _Share] = Field(description="Share of peak_flops in products and attention, per dtype")
     attention: _Share | None = Field(
-        None, description="Of the peak of bf16 (of fp32 in a run in fp32), by attention; null: as matrix products"
+        None, description="Share of the bf16 peak that attention reaches (fp32 peak in fp32 runs); null: as products"
     )
     layer_overlap: Annotated[Range, AfterValidator(_shares)] = Field(
         (0.0, 0.0, 0.0),
         description="Share of the communication within layers (tensor, context parallelism) that runs beside products",
     )
-    memory: _Share = Field(description="Of the memory's bandwidth, by all other kernels")
-    links: _Share = Field(description="Of the links' bandwidth, by collectives and messages")
+    memory: _Share = Field(description="Share of the memory's bandwidth that all other kernels reach")
+    links: _Share = Field(description="Share of the links' bandwidth that collectives and messages reach")
     overlap: Annotated[Range, AfterValidator(_shares)] = Field(
         OVERLAP, description="Share of communication that runs beside kernels without slowing them down"
     )
@@ -131,7 +131,7 @@ class BestSection(Section):
 class OverheadSection(Section):
     """Memory that the formulas of tensors do not count: low, typical, high."""
 
-    bytes: Range = Field(description="Of the context, of NCCL and of libraries")
+    bytes: Range = Field(description="Bytes of the device's context, of NCCL and of libraries")
     fragmentation: Range = Field(description="Share of activations and logits that the allocator loses")
 
 
@@ -180,7 +180,7 @@ class MeasuredSection(Section):
     """Measurements of `headrace plan --calibrate`."""
 
     date: str
-    device: str = Field(description="As torch names it")
+    device: str = Field(description="Name that PyTorch gives it")
     torch: str
     products: tuple[MeasuredProduct, ...] = Field(strict=False)
     attention_flops_per_s: Range
@@ -193,7 +193,7 @@ class ScoredSection(Section):
     """The runs that `headrace plan --score --save-calibration` fitted the efficiencies and overheads to."""
 
     date: str
-    device: str = Field(description="As torch names it")
+    device: str = Field(description="Name that PyTorch gives it")
     torch: str
     runs: tuple[str, ...] = Field(strict=False, description="Their directories")
     step_error: Range = Field(description="Least, median and most of measured over fitted step time")
@@ -205,12 +205,12 @@ class Machine(Section):
     Every number is of one device. Rates are peaks; `efficiency` says what share of them training reaches.
     """
 
-    name: str = Field(description="For messages, e.g. H100 SXM")
+    name: str = Field(description="Name in messages, e.g. H100 SXM")
     devices: tuple[str, ...] = Field((), strict=False, description="Words in torch's name of the device, e.g. H100")
     devices_per_node: Count
     gpu: bool = Field(True, description="false: devices are cores of a CPU, on which nothing is compiled by default")
     compute_capability: tuple[int, int] | None = Field(
-        None, strict=False, description="As torch reports it, e.g. [9, 0]: what of fp8 the GPU has; null: not known"
+        None, strict=False, description="Compute capability by torch, e.g. [9, 0]: decides fp8 support; null: unknown"
     )
     memory: MachineMemory
     peak_flops: dict[Dtype, _Peak] = Field(description="Dense FLOP/s by dtype")

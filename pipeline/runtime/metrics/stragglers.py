@@ -63,7 +63,7 @@ class OwnTime:
 
     @property
     def seconds(self) -> float:
-        """The longest clock plus loading, or 0 if no clock was read. The clocks overlap; loading precedes them."""
+        """The largest clock value plus `loading`; 0 if no clock was read. The clocks overlap; loading precedes them."""
         longest = max(self.host, self.cores, self.kernels)
         return longest and longest + self.loading
 

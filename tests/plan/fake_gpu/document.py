@@ -221,8 +221,8 @@ everything in the dtype of forward and backward passes, nothing repeated. The ra
 Why rows differ from it by more than 5 %:
 """
 _MEMORY = """Bytes on the device at the largest moment of the step, by kind, beside the formulas that
-`headrace check` prints (`pipeline/engines/sizes/memory.py`). Not in them: the allocator's fragmentation, the buffers of
-NCCL and of kernels, the CUDA context. Of DeepSpeed only the whole is shown: its flat buffers hold several kinds."""
+`headrace check` prints (`pipeline/engines/sizes/memory.py`). They omit the allocator's fragmentation, the buffers of
+NCCL and of kernels, and the CUDA context. For DeepSpeed only the total is shown: a flat buffer holds several kinds."""
 _HOST = """Reads of the device by the host in a step, with the function that makes them. The host stops for "waits"; the
 "deferred" ones are requested when the next step has begun. Then copies from memory that is not page-locked. Those of
 `pipeline/engines/torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""

@@ -173,7 +173,7 @@ def metadata(ranks: int, work: Path, *, split: bool) -> Figures:
 
 
 def commit(ranks: int, work: Path) -> Figures:
-    """Rank 0 commits a checkpoint of a file a rank: checksums were taken while it was written."""
+    """Rank 0 commits a checkpoint with one file per rank; the checksums were computed while it was written."""
     store, info = CheckpointStore(work, keep=3), CheckpointInfo(100, {}, {}, {"step": 100})
     with measured() as figures:
         _commit(store, info, ranks)
@@ -191,7 +191,7 @@ def _commit(store: CheckpointStore, info: CheckpointInfo, ranks: int) -> Checkpo
 
 
 def listing(ranks: int, work: Path) -> Figures:
-    """`headrace checkpoint ls` of three checkpoints of a file a rank, by the sizes of their files."""
+    """`headrace checkpoint ls` lists three checkpoints with one file per rank, and compares file sizes."""
     store = CheckpointStore(work, keep=3)
     for step in (100, 200, 300):
         _commit(store, CheckpointInfo(step, {}, {}, {"step": step}), ranks)
@@ -202,7 +202,7 @@ def listing(ranks: int, work: Path) -> Figures:
 
 
 def verify(ranks: int, work: Path) -> Figures:
-    """All files of a checkpoint by their checksums, by one process; each is some bytes here."""
+    """One process verifies the checksums of all files of a checkpoint; a file has a few bytes here."""
     store = CheckpointStore(work, keep=3)
     checkpoint = _commit(store, CheckpointInfo(100, {}, {}, {"step": 100}), ranks)
     with measured() as figures:
@@ -242,12 +242,12 @@ def resume(ranks: int, work: Path, *, split: bool) -> Figures:
 
 _NEEDED = {
     True: "Column-parallel shards need a part of every row, and whole rows are read: up to 8 times the bytes needed.",
-    False: "No more than the bytes needed; before rows of a shard could be read alone, 56 times.",
+    False: "It reads only the bytes needed; 56 times as many before single rows of a shard could be read.",
 }
 _CENTRAL = (
-    "Rank 0 has the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. Pipeline stages (a rank has some"
-    " of the layers) and hybrid sharding (the shards of replicas are equal, and count once) make them fewer, tensor"
-    " parallelism does not; else rank 0's host needs that much, and `headrace check` says so."
+    "Rank 0 keeps the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. Pipeline stages (a rank has"
+    " some of the layers) and hybrid sharding (equal shards of replicas count once) reduce them, tensor parallelism"
+    " does not; without these rank 0's host needs that much memory, and `headrace check` says so."
 )
 _FSDP, _SPLIT = "FSDP over all ranks", "pp 16 x tp 8, FSDP over the others"
 

@@ -88,12 +88,13 @@ def restarted(ranks: int, work: Path) -> Figures:
 PARTS = [
     Part(
         "checkpoint copies: restart",
-        "a rank learns which node has a verified copy in its memory of which file, and opens all of them; its own node"
-        " verifies its eight, each some bytes here. The bytes are those of four collectives of Python objects.",
+        "a rank learns which node has a verified copy of which file in memory, and opens all copies; its own node"
+        " verifies its eight copies, of a few bytes each here. The bytes are those of four collectives of Python"
+        " objects.",
         "ranks",
         (1024, 2048, 4096, 8192),
         8192,
         restarted,
-        note="A rank connects to those nodes alone whose copies it reads: see *resume* above, of as many files.",
+        note="A rank connects only to nodes whose copies it reads: see *resume* above, with as many files.",
     ),
 ]

@@ -89,8 +89,8 @@ PARTS = [
     ),
     Part(
         "islands: a quorum",
-        "all islands ask it for a quorum at the end of a round. Each is told what all have reported, the names of all"
-        " islands among it.",
+        "all islands ask the lighthouse for a quorum at the end of a round. Each answer has the reports of all islands,"
+        " and each report the names of all islands.",
         "islands",
         (8, 16, 32, 64),
         64,

@@ -117,7 +117,7 @@ def dropped(parts: int, work: Path) -> Figures:
 PARTS = [
     Part(
         "data prep: merging runs",
-        "a merge task of very many runs, and a shard of all that merge tasks have left; runs of 20 documents.",
+        "a merge task over very many runs, and a shard written from the merged runs; runs of 20 documents.",
         "runs",
         (5000, 10_000, 20_000, 40_000),
         10_000,
@@ -125,7 +125,7 @@ PARTS = [
     ),
     Part(
         "data prep: a shard without merging",
-        "a shard is written from all runs: as many as there may be before they are merged first.",
+        "a shard is written from all runs, the largest number that is not merged first.",
         "runs",
         (512, 1024, 2048, MOST_RUNS),
         MOST_RUNS,
@@ -141,7 +141,7 @@ PARTS = [
     ),
     Part(
         "data prep: repeated lines",
-        "the repeated lines in a range of hashes, which every run has some of.",
+        "a task finds the repeated lines in one range of hashes, of which every run has some.",
         "runs",
         (1250, 2500, 5000, 10_000),
         10_000,
@@ -156,6 +156,6 @@ PARTS = [
         (2000, 4000, 8000, 16_000),
         16_000,
         dropped,
-        note="Two operations a range, before a task that cleans and tokenizes 10^5 documents.",
+        note="This takes two operations per range, before the task cleans and tokenizes 10^5 documents.",
     ),
 ]

@@ -34,7 +34,7 @@ PARTS = [
     Part(
         "node checks: verdict",
         "a host chooses its partners, reads the records of all hosts once they have finished, and decides. Until then"
-        " it looks at those that have not, the less often the more hosts there are.",
+        " it polls the unfinished hosts, less often the more hosts there are.",
         "hosts",
         (125, 250, 500, 1000),
         1000,

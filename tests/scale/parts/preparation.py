@@ -108,8 +108,8 @@ PARTS = [
     ),
     Part(
         "data prep: near duplicates",
-        "the components of all pairs in one process: the only phase that keeps something for each document, of those in"
-        " a pair, here a tenth of 10^9.",
+        "one process finds the connected components of all pairs. Only this phase keeps data for each document in a"
+        " pair, here a tenth of 10^9.",
         "documents",
         (250_000, 500_000, 1_000_000, 2_000_000),
         100_000_000,

@@ -238,8 +238,8 @@ PARTS = [
     Part("heartbeats: a minute", "the server during a minute of training.", "ranks", RANKS, 8000, a_minute),
     Part(
         "heartbeats: a silent rank",
-        "a rank goes silent; until the journal names it and every rank has the diagnosis. A heartbeat every 4 s and a"
-        " timeout of 12 s here; the product has 31 s and 125 s at 8,000 ranks.",
+        "a rank stops sending heartbeats, until the journal names it and every rank has the diagnosis. The interval is"
+        " 4 s and the timeout 12 s here, in the product 31 s and 125 s at 8,000 ranks.",
         "ranks",
         RANKS,
         8000,
@@ -257,7 +257,7 @@ PARTS = [
     Part("agents: a follower", "any other agent, during a minute of training.", "hosts", HOSTS, 1000, follower),
     Part(
         "agents: all followers",
-        "what the shared file system gets from all of them in a minute; no limit is known for it.",
+        "operations of all followers on the shared file system in a minute; no limit is known for it.",
         "hosts",
         HOSTS,
         1000,

@@ -330,24 +330,24 @@ def _open_files(pid: int) -> int:
 PARTS = [
     Part(
         "rendezvous: joining",
-        "all ranks join, make their groups of pp 2 x cp 2 and data parallelism, and check them: the store in rank 0's"
-        " process. Two connections and nine keys a rank, and the same requests of every rank, whatever their number.",
+        "all ranks join, make their groups of pp 2 x cp 2 and data parallelism, and check them: the cost of the store"
+        " in rank 0's process. Each rank has two connections and nine keys, and equal requests at any number of ranks.",
         "ranks",
         RANKS,
         8192,
         joined,
-        note="What real ranks ask was recorded, with gloo as it is beside NCCL; all-reduces of gloo in the place of"
+        note="Requests of real ranks were recorded, with gloo set up as beside NCCL; gloo's all-reduces stand for"
         " NCCL's.",
     ),
     Part(
         "rendezvous: process groups",
-        "what a rank does to make those of pp 16 x tp 8 x cp 2; messages are calls that make a group.",
+        "a rank makes its groups of pp 16 x tp 8 x cp 2; messages are calls that make a group.",
         "ranks",
         RANKS,
         8192,
         groups_made,
-        note="torch's `DeviceMesh` calls once for each group of an axis without NCCL, members or not. Under NCCL it"
-        " calls once for each axis.",
+        note="torch's `DeviceMesh` calls once for each axis under NCCL; otherwise once for each group of the axis, also"
+        " for groups without this rank.",
     ),
     Part(
         "rendezvous: waiting for rank 0",
@@ -359,7 +359,7 @@ PARTS = [
     ),
     Part(
         "rendezvous: a missing rank",
-        "the store, when all ranks but one ask which one has not passed a check; 64 were measured, for all.",
+        "the store when all ranks but one ask which rank has not passed a check; extrapolated from 64 ranks.",
         "ranks",
         (1000, 2000, 4000, 8000),
         8000,

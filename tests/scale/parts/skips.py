@@ -68,7 +68,7 @@ def resumed(steps: int, work: Path) -> Figures:
 PARTS = [
     Part(
         "data passed over: a step",
-        "a rank reads its one sample of a step behind so many rollbacks, from 4,000 shards, with a document mask.",
+        "a rank reads its one sample of a step after this many rollbacks, from 4,000 shards, with a document mask.",
         "rollbacks",
         (64, 128, 256, 512),
         512,
@@ -76,8 +76,8 @@ PARTS = [
     ),
     Part(
         "data passed over: resume",
-        "rank 0 finds what was passed over in the metrics' journal, with a rollback every 4,000 steps; the bytes are"
-        " those of the rows of rollbacks, each of which has all ranges before it.",
+        "rank 0 finds the skipped data in the metrics' journal, with a rollback every 4,000 steps; the bytes are those"
+        " of the rollbacks' rows, each of which lists all earlier ranges.",
         "steps",
         STEPS,
         TARGET,

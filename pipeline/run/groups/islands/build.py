@@ -33,7 +33,7 @@ LEAST_SECRET_BYTES = 16
 
 
 def check_island(section: QuorumSection | None, *, field: str = "islands") -> None:
-    """Refuses an island or a replica on a host without its requirements, before anything is touched.
+    """Refuses an island or a replica on a host without its requirements, before process groups are opened.
 
     Args:
         section: the config's section `islands` or `replicas`; None without one.

@@ -29,7 +29,7 @@ class LocalIsland(ABC):
     Attributes:
         ledger: the island's ledger.
         step: number of inner steps done.
-        excluded_from_step_time: true, since an exchange is no part of an inner step.
+        excluded_from_step_time: true, since an exchange is not part of an inner step.
         own_share: share of a step's batch that this island runs: 1, since it has its own batch.
     """
 
