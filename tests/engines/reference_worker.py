@@ -50,12 +50,14 @@ def main() -> None:
     work = Path(sys.argv[2])
     cases, found = json.loads(Path(sys.argv[1]).read_text()), work / "results.jsonl"
     if not found.exists():
-        for case in cases.values():
+        for name, case in cases.items():
+            print(name, flush=True)
             if not (work / reference_directory(case)).exists():
                 run_reference(case, work / reference_directory(case))
         return
     with (work / "compared.jsonl").open("a") as compared:
         for name, result in (item for line in found.open() for item in json.loads(line).items()):
+            print(name, flush=True)
             difference = resume(cases[name], work / layout_directory(name), result.pop("losses"))
             compared.write(json.dumps({name: {**result, "resumed by the reference": difference}}) + "\n")
 
