@@ -73,7 +73,10 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
 CHUNKED, Z_LOSS = {"loss": {"chunk": 8}}, {"loss": {"z_loss": 1e-3}}
 FULL, SELECTIVE = ({"memory": {"activation_checkpointing": mode}} for mode in ("full", "selective"))
 INDUCTOR, AOT = {"compile": {"enabled": True}}, {"compile": {"enabled": True, "backend": "aot_eager"}}
-INTERLEAVED, RING, ULYSSES = {"schedule": "interleaved_1f1b"}, {"cp_method": "ring"}, {"cp_method": "ulysses"}
+INTERLEAVED, DUALPIPEV, ZERO_BUBBLE = (
+    {"parallel": {"schedule": each}} for each in ("interleaved_1f1b", "dualpipev", "zero_bubble")
+)
+RING, ULYSSES = ({"parallel": {"cp_method": each}} for each in ("ring", "ulysses"))
 OVERLAPPED, ELASTIC = ({"parallel": {key: True}} for key in ("ep_overlap", "elastic"))
 
 OPTIMIZER_ON_CPU = zero(offload_optimizer={"device": "cpu"})
@@ -131,9 +134,9 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 1, 20 steps": at(1, LONG),
             "stage 1, bf16, chunked loss": at(1, BF16, CHUNKED),
             "weights gathered per step": at(2, tier=ALWAYS),
-            "dualpipev": at(0, pp=2, schedule="dualpipev"),
+            "dualpipev": at(0, DUALPIPEV, pp=2),
             "pipeline, 3 times as fast on the first rank": at(2, pp=2, stage_speeds=[3, 1]),
-            "interleaved, twice as fast on the last rank": at(2, LAYERS_8, pp=2, stage_speeds=[1, 2], **INTERLEAVED),
+            "interleaved, twice as fast on the last rank": at(2, INTERLEAVED, LAYERS_8, pp=2, stage_speeds=[1, 2]),
             "reduced in bf16": at(3, REDUCED_IN_BF16, tier=CI),
             "bf16, pipeline": at(2, BF16, pp=2),
             "fp16": at(3, FP16, tier=ALWAYS),
@@ -141,13 +144,13 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
         ("torch", 4): {
             "stage 1, hybrid, clipped": at(1, CLIPPED, hybrid_shard_size=2),
             "stage 1, dp 2 x tp 2": at(1, tp=2),
-            "stage 1, pp 2 x dp 2, interleaved": at(1, pp=2, **INTERLEAVED),
+            "stage 1, pp 2 x dp 2, interleaved": at(1, INTERLEAVED, pp=2),
             "stage 1, experts, ep 2": at(1, MOE, ep=2),
             "hybrid": at(3, tier=ALWAYS, hybrid_shard_size=2),
             "hpZ, 2 of 4": at(3, HPZ),
             "pp 2 x tp 2, untied": at(2, UNTIED, tier=ALWAYS, pp=2, tp=2),
-            "pp 4, dualpipev, clipped, 20 steps": at(2, LAYERS_8, CLIPPED, LONG, pp=4, schedule="dualpipev"),
-            "pp 2 x tp 2, dualpipev, full": at(2, FULL, pp=2, tp=2, schedule="dualpipev"),
+            "pp 4, dualpipev, clipped, 20 steps": at(2, DUALPIPEV, LAYERS_8, CLIPPED, LONG, pp=4),
+            "pp 2 x tp 2, dualpipev, full": at(2, DUALPIPEV, FULL, pp=2, tp=2),
             "experts": at(3, MOE, tier=ALWAYS),
         },
         ("deepspeed", 2): {
@@ -191,11 +194,9 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "ep 2 x edp 2, overlapped": at(2, MOE, OVERLAPPED, ep=2),
             "overlapped, hybrid": at(2, MOE, OVERLAPPED, ep=2, hybrid_shard_size=2),
             "pp 2, 1f1b": at(3, MOE, tier=CI, ep=2, pp=2),
-            "pp 2, dualpipev": at(2, MOE, ep=2, pp=2, schedule="dualpipev"),
-            "pp 2, dualpipev, overlapped": at(2, MOE, OVERLAPPED, ep=2, pp=2, schedule="dualpipev"),
-            "pp 2, dualpipev, overlapped, mixtral, full": at(
-                0, MIXTRAL, OVERLAPPED, FULL, ep=2, pp=2, schedule="dualpipev"
-            ),
+            "pp 2, dualpipev": at(2, DUALPIPEV, MOE, ep=2, pp=2),
+            "pp 2, dualpipev, overlapped": at(2, DUALPIPEV, MOE, OVERLAPPED, ep=2, pp=2),
+            "pp 2, dualpipev, overlapped, mixtral, full": at(0, DUALPIPEV, MIXTRAL, OVERLAPPED, FULL, ep=2, pp=2),
             "Muon, edp 2 over 1 expert each": at(3, ONE_EACH, MUON, ep=2),
             "ep 2 x edp 2, Muon": at(3, MOE, MUON, ep=2),
             "Muon, pp 2, tp 2": at(2, MOE, MUON, ep=2, pp=2, tp=2),
@@ -229,8 +230,8 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "Mixtral, accumulation 4": at(2, MIXTRAL, UNTIED, AUX_50),
             "tp 2": at(3, MOE, AUX_50, micro=4, tp=2),
             "pp 2, full": at(2, MOE, AUX_50, FULL, tier=CI, micro=2, pp=2),
-            "pp 2, zero bubble": at(2, MOE, AUX_50, micro=2, pp=2, schedule="zero_bubble"),
-            "pp 2, Mixtral, interleaved": at(3, MIXTRAL, UNTIED, AUX_50, micro=2, pp=2, **INTERLEAVED),
+            "pp 2, zero bubble": at(2, ZERO_BUBBLE, MOE, AUX_50, micro=2, pp=2),
+            "pp 2, Mixtral, interleaved": at(3, INTERLEAVED, MIXTRAL, UNTIED, AUX_50, micro=2, pp=2),
             "cp 2": at(3, MOE, AUX_50, micro=2, cp=2),
             "bias": at(3, SHARED_EXPERT, BIAS, micro=2),
             "bias, pp 2": at(2, SHARED_EXPERT, BIAS, micro=2, pp=2),
@@ -267,9 +268,9 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "qk_clip, ep 2, latent": at(2, QK_CLIP_LOW, MLA, tier=CI, ep=2),
             "qk_clip, tp 2": at(2, QK_CLIP, BIASES, tp=2),
             "qk_clip, pp 2": at(2, QK_CLIP, pp=2),
-            "qk_clip, ring, compiled": at(3, QK_CLIP, AOT, cp=2, **RING),
+            "qk_clip, ring, compiled": at(3, RING, QK_CLIP, AOT, cp=2),
             "qk_clip, ulysses, one key head, selective": at(
-                3, QK_CLIP, model(num_key_value_heads=1), SELECTIVE, cp=2, **ULYSSES
+                3, ULYSSES, QK_CLIP, model(num_key_value_heads=1), SELECTIVE, cp=2
             ),
         },
         ("deepspeed", 2): {
@@ -292,18 +293,18 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "qk_clip, stage 3": at(3, SMALL, QK_CLIP, BIASES, tier=CI),
             "qk_clip, tp 2": at(3, SMALL, QK_CLIP, tp=2),
             "qk_clip, pp 2": at(1, QK_CLIP, pp=2),
-            "qk_clip, ulysses": at(1, QK_CLIP, cp=2, **ULYSSES),
+            "qk_clip, ulysses": at(1, ULYSSES, QK_CLIP, cp=2),
         },
     },
     "compiled": {
         ("torch", 2): {
             "selective": at(3, AOT, SELECTIVE, tier=CI),
             "full, inductor": at(3, INDUCTOR, FULL, tier=CI),
-            "cp 2, ring, full": at(3, AOT, FULL, cp=2, **RING),
+            "cp 2, ring, full": at(3, RING, AOT, FULL, cp=2),
             "chunked loss, inductor": at(3, INDUCTOR, CHUNKED, Z_LOSS),
             "tp 2, chunked loss": at(2, AOT, CHUNKED, tp=2),
             "qk_clip, selective": at(3, AOT, SELECTIVE, QK_CLIP),
-            "pp 2, full, zero bubble": at(2, AOT, FULL, pp=2, schedule="zero_bubble"),
+            "pp 2, full, zero bubble": at(2, ZERO_BUBBLE, AOT, FULL, pp=2),
             "balanced experts, full": at(3, AOT, FULL, MOE, AUX_50, micro=2),
         },
         ("deepspeed", 2): {
@@ -326,7 +327,7 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "ep 2, rowwise": at(3, fp8("rowwise"), MOE, tier=ALWAYS, ep=2),
             "tensorwise, experts, selective": at(3, fp8("tensorwise"), MOE, SELECTIVE),
             "rowwise, experts, full, compiled": at(2, fp8("rowwise"), MOE, FULL, AOT),
-            "pp 2, tensorwise": at(2, fp8("tensorwise"), tier=CI, pp=2, schedule="zero_bubble"),
+            "pp 2, tensorwise": at(2, ZERO_BUBBLE, fp8("tensorwise"), tier=CI, pp=2),
         },
         ("torch", 4): {
             "tp 2, ep 2, rowwise": at(3, fp8("rowwise"), MOE, tp=2, ep=2),
@@ -365,10 +366,10 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "HSDP 2 x 2": at(3, micro=4, shares=[3, 2, 2, 1], hybrid_shard_size=2),
             "dp 2 x tp 2": at(3, micro=4, shares=[3, 1], tp=2),
             "dp 2 x cp 2": at(2, micro=4, shares=[3, 1], cp=2),
-            "dp 2 x cp 2, ring": at(0, shares=[3, 1], cp=2, **RING),
+            "dp 2 x cp 2, ring": at(0, RING, shares=[3, 1], cp=2),
             "pp 2 x dp 2": at(0, shares=[3, 1], pp=2),
             "pp 2 x dp 2, stage 2, auto": at(2, shares="auto", pp=2),
-            "pp 2 x dp 2, interleaved": at(2, shares=[3, 1], pp=2, **INTERLEAVED),
+            "pp 2 x dp 2, interleaved": at(2, INTERLEAVED, shares=[3, 1], pp=2),
         },
         ("deepspeed", 2): {
             "stage 0": at(0, micro=4, shares=[3, 1]),
@@ -397,7 +398,7 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
         ("torch", 6): {
             "1f1b": at(3, ELASTIC, pp=2),
             # 2 micro-batches in a round: 4 of 12 rows are padding
-            "interleaved": at(2, ELASTIC, pp=2, **INTERLEAVED),
+            "interleaved": at(2, INTERLEAVED, ELASTIC, pp=2),
         },
         ("deepspeed", 3): {
             "stage 2, smaller micro-batch, chunked loss": at(2, ELASTIC, CHUNKED, Z_LOSS, micro=2),
