@@ -160,11 +160,14 @@ def selected(session: pytest.Session, test: Any, parameter: str) -> list[str]:
     return [
         item.callspec.params[parameter]
         for item in items
-        if item.originalname == test.__name__ and item.path == Path(test.__code__.co_filename)
+        if item.originalname == test.__name__
+        and item.path == Path(test.__code__.co_filename)
+        and item.get_closest_marker("skip") is None
     ]
 
 
 _LONGEST_FIRST = (
+    "engines/test_layouts.py",
     "parity/test_matrix.py",
     "benchmarks/test_gpu_check.py",
     "recipe/test_recipe.py",
@@ -172,7 +175,6 @@ _LONGEST_FIRST = (
     "run/test_elastic.py",
     "tests/test_slurm.py",
     "islands/test_islands.py",
-    "engines/test_compile.py",
     "elastic/test_agents.py",
     "consumers/test_gate.py",
     "consumers/test_cells.py",
@@ -182,10 +184,7 @@ _LONGEST_FIRST = (
     "pruning/test_prune.py",
     "proof/test_prove.py",
     "run/test_kill_resume.py",
-    "engines/test_optimizers.py",
-    "engines/test_shares.py",
     "parity/test_shipped.py",
-    "engines/test_expert_parallel.py",
     "importing/test_import.py",
     # these wait for most of their time
     "faults/test_lost_runs.py",

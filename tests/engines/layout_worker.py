@@ -1,4 +1,4 @@
-"""Runs layouts of an engine and measures their differences from the one-process reference.
+"""Runs layouts of both engines and measures their differences from the one-process reference.
 
 Every rank runs layout_worker.py CASES.json DIRECTORY, where `reference_worker.py` has saved the references; it resumes
 from the layouts' states afterwards. A case is a dict of config keys, and `steps`. The micro-batches are synthetic, so
@@ -322,23 +322,21 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
 
 
 def main() -> None:
-    """Runs all cases and compares them with the saved references; rank 0 writes the results."""
+    """Runs all cases and compares them with the saved references; rank 0 adds each result to results.jsonl."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    results, work = {}, Path(sys.argv[2])
+    work = Path(sys.argv[2])
     for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
+        print(name, flush=True)  # the last one is the layout that fails or hangs
         saved = work / reference_directory(case)
         expected = torch.load(saved / "curve.pt", weights_only=False)
         layout = {key: value for key, value in case.items() if key != "steps"}
-        try:
-            run = resolved(layout, processes=dist.get_world_size())
-            results[name] = compare(run, expected, saved, work / layout_directory(name))
-        except Exception as error:
-            error.add_note(f"in the layout: {name}")
-            raise
-    if dist.get_rank() == 0:
-        (work / "results.json").write_text(json.dumps(results))
+        run = resolved(layout, processes=dist.get_world_size())
+        result = compare(run, expected, saved, work / layout_directory(name))
+        if dist.get_rank() == 0:
+            with (work / "results.jsonl").open("a") as results:
+                results.write(json.dumps({name: result}) + "\n")
     dist.destroy_process_group()
 
 

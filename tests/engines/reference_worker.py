@@ -1,7 +1,7 @@
 """Runs the references that layouts are compared with, and after the layouts resumes from their saved states.
 
 reference_worker.py CASES.json DIRECTORY. It runs once for all ranks: when each of three ranks ran the reference itself,
-that took a fifth of the CPU time (186 s, now 148, for the layouts of `run/test_elastic.py`).
+that took a fifth of the CPU time (186 s, now 148, for ten layouts).
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ def resume(case: dict[str, Any], directory: Path, losses: list[float]) -> float:
 
 
 def main() -> None:
-    """Runs the references before the layouts, or resumes from the layouts' states after them."""
+    """Runs the references before the layouts, or resumes after them from the state of each that has a result."""
     torch.set_num_threads(1)
     work = Path(sys.argv[2])
-    results = work / "results.json"
-    found = json.loads(results.read_text()) if results.exists() else {}
-    for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
-        if found:
-            found[name]["resumed by the reference"] = resume(
-                case, work / layout_directory(name), found[name].pop("losses")
-            )
-        elif not (work / reference_directory(case)).exists():
-            run_reference(case, work / reference_directory(case))
-    if found:
-        results.write_text(json.dumps(found))
+    cases, found = json.loads(Path(sys.argv[1]).read_text()), work / "results.jsonl"
+    if not found.exists():
+        for name, case in cases.items():
+            print(name, flush=True)
+            if not (work / reference_directory(case)).exists():
+                run_reference(case, work / reference_directory(case))
+        return
+    with (work / "compared.jsonl").open("a") as compared:
+        for name, result in (item for line in found.open() for item in json.loads(line).items()):
+            print(name, flush=True)
+            difference = resume(cases[name], work / layout_directory(name), result.pop("losses"))
+            compared.write(json.dumps({name: {**result, "resumed by the reference": difference}}) + "\n")
 
 
 if __name__ == "__main__":

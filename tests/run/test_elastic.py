@@ -25,59 +25,8 @@ from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED
 from pipeline.runtime.launch.store import open_rendezvous
 from tests import warm_python
 from tests.conftest import ROOT, entry_point, launch, losses, start, tiny_config, warm_command, write_config
-from tests.engines.comparison import EXPERTS, FP32, assert_within_tolerance, compare_layouts, layout
+from tests.engines.comparison import FP32
 from tests.support import last_step, refusal_of, wait_until
-
-# every parameter is cut up, and buckets are filled more than once
-SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
-
-
-def filled(stage: int, *, micro: int = 1, **keys: Any) -> dict[str, Any]:
-    """8 samples dealt out to three data ranks: in the last micro-batch of rank 2 no row has a target."""
-    return {**layout(stage, micro=micro, **keys), "parallel": {"elastic": True, **keys.get("parallel", {})}}
-
-
-ON_THREE = {
-    "torch": {
-        "whole weights": filled(0),
-        "gathered per step, micro-batch given way, z-loss in chunks": filled(
-            2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}
-        ),
-        "gathered per layer, clipped": filled(3, gradient_clipping=0.1),
-        "experts": filled(3, model=EXPERTS),
-    },
-    "deepspeed": {
-        "stage 2, micro-batch given way, z-loss in chunks": filled(2, micro=2, loss={"chunk": 8, "z_loss": 1e-3}),
-        "stage 3, clipped": filled(3, zero=SMALL, gradient_clipping=0.1),
-        "stage 3, experts": filled(3, zero=SMALL, model=EXPERTS),
-    },
-}
-ON_SIX = {
-    "torch": {
-        "1f1b": filled(3, parallel={"pp": 2}),
-        # 2 micro-batches in a round: 4 of 12 rows are padding
-        "interleaved": filled(2, parallel={"pp": 2, "schedule": "interleaved_1f1b"}),
-    },
-    "deepspeed": {"pp 2": filled(1, parallel={"pp": 2})},
-}
-
-
-ENGINES = ["torch", pytest.param("deepspeed", marks=pytest.mark.sweep)]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("engine", ENGINES)
-def test_three_data_ranks_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
-    for name, differences in compare_layouts(tmp_path, engine, ON_THREE[engine], processes=3).items():
-        assert_within_tolerance(differences, name)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.sweep
-def test_pipelines_follow_one_process_on_batches_they_do_not_divide(engine: str, tmp_path: Path) -> None:
-    for name, differences in compare_layouts(tmp_path, engine, ON_SIX[engine], processes=6).items():
-        assert_within_tolerance(differences, name)
 
 
 def test_rows_without_targets_add_exactly_nothing() -> None:

@@ -33,7 +33,7 @@ def deepspeed_config(run: ResolvedRun) -> dict[str, Any]:
         # with sequence parallelism every tp rank sends different positions, so there is nothing to partition and gather
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,  # SGD, Lion: tests/engines/test_optimizers.py
+        "zero_allow_untested_optimizer": True,  # SGD, Lion: tests/engines/test_layouts.py
     }
     if stage > 0:
         derived["bf16"] = {"enabled": config.bf16.enabled}

@@ -77,7 +77,7 @@ def skip_shared_memory() -> None:
 
 
 def _is_not_about_untested_optimizers(record: logging.LogRecord) -> bool:
-    """Drops DeepSpeed's warning about optimizers not in its list; tests/engines/test_optimizers.py tests ours."""
+    """Drops DeepSpeed's warning about optimizers not in its list; tests/engines/test_layouts.py tests ours."""
     return "untested optimizer" not in str(record.msg)
 
 

@@ -1,12 +1,15 @@
-"""Balancing experts: the gradient of the auxiliary loss, the correction bias, and what is refused early."""
+"""Balancing experts: the gradient of the auxiliary loss, the correction bias, refusals, and the log of a run."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from foundation.errors import ConfigError
@@ -17,7 +20,13 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import ExpertBalancer, make_balancer
+from pipeline.models.routers import BIAS as BUFFER
 from pipeline.models.routers import find_routers
+from pipeline.runtime.metrics.journal import read_rows
+from tests import warm
+from tests.conftest import launch, tiny_config, write_config
+from tests.engines.comparison import FP32
+from tests.engines.layout_cells import BIAS, SHARED_EXPERT
 from tests.engines.parallel.layouts import resolved
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of, plain_decoder
 
@@ -193,3 +202,28 @@ def test_a_field_without_effect_is_refused(moe: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError) as refused:
         resolved(world_size=1, moe=moe)
     assert re.search(message, " ".join(str(refused.value).split())), refused.value
+
+
+@pytest.mark.integration
+def test_a_run_logs_the_load_resumes_identically_and_exports_its_biases(tokens: Path, tmp_path: Path) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", moe={**BIAS["moe"], "aux_loss_coef": 0.1})
+    config["model"]["config"] |= SHARED_EXPERT["model"]
+    config["run"] |= {"steps": 6, "checkpoint_every": 3}
+    config["scheduler"]["params"] = {"warmup_num_steps": 2, "decay_num_steps": 2}
+    path = write_config(tmp_path / "run.json", config)
+    launch("train.py", path, processes=2)
+    rows_of = lambda: {row["step"]: row for row in read_rows(tmp_path / "run", kind="step")}  # noqa: E731
+    rows = rows_of()
+    assert {"load_balance_loss", "expert_max_violation", "expert_load_entropy", "idle_experts"} <= rows[6].keys()
+    for newest in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(newest)
+    launch("train.py", path, processes=1)
+    for step, row in rows_of().items():
+        for key in ("loss", "load_balance_loss", "expert_max_violation"):
+            assert row[key] == pytest.approx(rows[step][key], rel=FP32), (step, key)
+    assert warm.run("-m", "pipeline", "checkpoint", "verify", tmp_path / "run").returncode == 0
+    assert warm.run("-m", "pipeline", "export", tmp_path / "run", tmp_path / "model").returncode == 0
+    biases = [v for n, v in load_file(tmp_path / "model" / "model.safetensors").items() if n.endswith(BUFFER)]
+    assert biases
+    step = float(torch.tensor(0.02, dtype=biases[0].dtype))  # of the bias, as its dtype rounds it
+    assert all(float(bias.abs().max()) >= step for bias in biases)

@@ -188,7 +188,7 @@ def test_the_gradient_is_that_of_fp8_and_close_to_that_of_bf16(recipe: str) -> N
         engine.train_step(step_batch(run, 1), lr=1e-3)
         gradients.append(torch.cat([value.flatten() for _name, value in first_states(engine)]))
     distance = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
-    # e4m3 rounds by up to 2^-4; layouts with the same products differ by less than 5e-3 (tests/engines/test_fp8.py)
+    # e4m3 rounds by up to 2^-4; layouts with the same products differ by less than 5e-3 (tests/engines/test_layouts.py)
     assert 1e-2 < distance < 0.15, distance
 
 

@@ -19,9 +19,9 @@ from pipeline.engines.parallel.collectives import functional
 from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from tests.engines.comparison import EXPERTS
+from tests.engines.layout_cells import DEEPSEEK
 from tests.engines.layout_worker import first_states, make_engine, resolved, step_batch
 from tests.engines.parallel.ranks import WORLD, Ranks
-from tests.engines.test_expert_parallel import DEEPSEEK
 
 MICRO_BATCHES = 2  # of SAMPLES over dp 4
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
@@ -214,7 +214,7 @@ def states(_rank: int, more: dict[str, Any], overlap: bool) -> tuple[list[float]
     [
         {"bf16": {"enabled": True}, "moe": {"balance": "aux_loss"}, "memory": {"activation_checkpointing": "full"}},
         {
-            "model": DEEPSEEK,
+            **DEEPSEEK,
             "memory": {"activation_checkpointing": "selective"},
             "gradient_accumulation_steps": 4,
             "train_batch_size": 16,

@@ -1,7 +1,4 @@
-"""Laws 3 and 4 for the DeepSpeed engine: layouts of every kind match one process, and states are exchanged with it.
-
-The micro-batches are synthetic. Layouts that `tests/parity` covers, with complete training runs, are not repeated here.
-"""
+"""What DeepSpeed needs of a machine: refusals without it, and locks of its operators that a killed process has left."""
 
 from __future__ import annotations
 
@@ -17,41 +14,7 @@ from pipeline.config.sections.deepspeed import Fp16Section, ZeroSection
 from pipeline.engines.deepspeed import machine
 from pipeline.engines.deepspeed.machine import check_machine
 from pipeline.engines.deepspeed.operators import remove_stale_locks
-from tests.engines.comparison import (
-    EXPERTS,
-    assert_within_tolerance,
-    compare_layouts,
-    differences_fixture,
-    layout,
-    layout_params,
-)
 
-BF16 = {"bf16": {"enabled": True}}
-ON_THE_CPU = {"device": "cpu"}
-# every parameter is partitioned, and buckets are filled more than once
-SMALL = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 4096}
-ON_TWO = {
-    # gradients overflow at the initial scale: the layout and the reference must skip the same steps
-    "stage 0, fp16": layout(0, fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1}),
-    "stage 1, bf16, optimizer on the cpu": layout(1, zero={"offload_optimizer": ON_THE_CPU}, **BF16),
-    "stage 3, optimizer and weights on the cpu": layout(
-        3, zero={"offload_optimizer": ON_THE_CPU, "offload_param": ON_THE_CPU, **SMALL}
-    ),
-    "stage 3, bf16, reduced in bf16": layout(3, zero=SMALL, communication_data_type="bf16", **BF16),
-    "pp 2, stage 1, 3 times as fast on the first rank": layout(1, parallel={"pp": 2, "stage_speeds": [3, 1]}),
-    "experts, stage 3": layout(3, zero=SMALL, model=EXPERTS),
-}
-ON_FOUR = {"stage 3, hpZ, 2 of 4": layout(3, zero={**SMALL, "zero_hpz_partition_size": 2})}
-LARGE_EXPERTS = {**EXPERTS, "moe_intermediate_size": 128}
-ALWAYS = {
-    "stage 0, fp16",
-    "stage 3, optimizer and weights on the cpu",
-    "stage 3, bf16, reduced in bf16",
-    "pp 2, stage 1, 3 times as fast on the first rank",
-}
-"""The others run with `make sweep-tests`."""
-
-found = differences_fixture("test_a_layout_follows_one_process", {"deepspeed": {2: ON_TWO, 4: ON_FOUR}})
 TAKE = """
 import sys, time
 from torch.utils.file_baton import FileBaton
@@ -59,31 +22,6 @@ assert FileBaton(sys.argv[1]).try_acquire()
 print("taken", flush=True)
 time.sleep(600)
 """
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name", layout_params(ALWAYS, ON_TWO, ON_FOUR))
-def test_a_layout_follows_one_process(found: dict[str, dict[str, float]], name: str) -> None:
-    assert_within_tolerance(found[name], name)
-    if "fp16" in name:  # the steps that overflow are skipped, and no others of the 4
-        assert 0 < found[name]["skipped"] < 4
-
-
-@pytest.mark.sweep  # DeepSpeed compiles its AIO operator for minutes at first use
-def test_nvme_offload_follows_one_process_and_its_state_is_saved_and_loaded(tmp_path: Path) -> None:
-    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    # tensors below 1 MiB stay in memory: the model must be large enough that most are offloaded
-    model = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
-    zero = {"sub_group_size": 300_000, "offload_optimizer": disk}
-    with_weights = {**zero, "offload_param": {**disk, "buffer_size": 1_000_000, "max_in_cpu": 0}}
-    cases = {
-        "optimizer": layout(3, zero=zero, model=model),
-        "optimizer and weights": layout(3, zero=with_weights, model=model),
-        "experts": layout(3, zero=with_weights, model={**model, **LARGE_EXPERTS}, parallel={"ep": 2}),
-    }
-    for name, differences in compare_layouts(tmp_path, "deepspeed", cases, processes=2).items():
-        assert_within_tolerance(differences, name)
-    assert list(tmp_path.glob("headrace-*/zero_stage_3/optimizer/rank1/*.swp"))
 
 
 def test_nvme_offload_is_refused_on_a_gpu_without_the_toolkit_that_compiles_its_operator(
