@@ -1,4 +1,4 @@
-"""Rewrites values of messages in forms of OpenAI's that a chat template cannot print.
+"""Rewrites values of messages that have a form of OpenAI's API that a chat template cannot print.
 
 A message may have no content (null) or a list of parts, and the arguments of a tool call may be a string of JSON or an
 object. Templates take some of these forms and print others as Python's own text (`None`, `[{'type': ...}]`) or as JSON

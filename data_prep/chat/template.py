@@ -190,8 +190,8 @@ class ChatTemplate:
     def _before_first(self, after: str, tools: Sequence[Any] | None) -> str:
         """The text that a template writes before an assistant's opening message, such as a system prompt.
 
-        Many templates fail without any message. So it is the common beginning of the rendering and two others, whose
-        contents have no character in common.
+        Many templates fail without any message. So the text is found as the common beginning of the rendering and two
+        others, whose contents have no character in common.
         """
         others = (self._render([{"role": "assistant", "content": sign}], tools) for sign in _SIGNS)
         return after[: self._shared(after, *others)]

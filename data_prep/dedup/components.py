@@ -123,7 +123,7 @@ class ComponentsTask(DirectoryTask):
     def _signatures(
         self, path: Path, numbers: Numbers, place: NDArray[Any], position: NDArray[Any], count: int
     ) -> Signatures:
-        """Collects the signatures of the documents with a place, by place, in a file, which may exceed memory.
+        """Collects signatures, in the order of `place` (-1 leaves one out), in a file, which may exceed memory.
 
         Each run is opened once.
         """

@@ -171,7 +171,7 @@ class _Scheduler:
                 self._start(assignment)
 
     def wait_for_slower_attempts(self) -> None:
-        """Waits up to `_STOP_S` for slower attempts, which stop at their next report without the claims directory.
+        """Waits up to `_STOP_S` for slower attempts, which stop at their next report once the claims directory is gone.
 
         `ray.cancel` is not used: if the task ends at the same time, it aborts this process ("Check failed: Tried to
         complete task that was not pending", Ray 2.60; its issue 54260).

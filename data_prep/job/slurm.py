@@ -6,8 +6,8 @@
 All of them run `slurm/data_prep.sbatch`: its header and sbatch's environment variables apply to all. If a job fails,
 Slurm cancels the later jobs (--kill-on-invalid-dep), and report (`slurm_report.py`) names the failed ones.
 
-Every chain has its own directory for logs beside the output, `NAME.logs/1/`, `NAME.logs/2/`, ... chain.out is the log
-of prepare, finish and report, PHASE-K.out that of element K of a phase.
+Every chain has its own directory for logs beside the output, `NAME.logs/1/`, `NAME.logs/2/`, ... Its chain.out is the
+log of prepare, finish and report, PHASE-K.out that of element K of a phase.
 """
 
 from __future__ import annotations

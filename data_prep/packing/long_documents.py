@@ -1,7 +1,7 @@
 """Documents that are longer than a sample: cut into pieces, truncated, or dropped.
 
 A piece that begins in the middle of a conversation is an answer without its prompt; a piece that ends within an answer
-never stops. So a conversation is truncated to its last whole answer unless asked otherwise. A text is cut.
+lacks its end. So a conversation is truncated to its last whole answer unless asked otherwise. A text is cut.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class _Scanner:
         """Scans up to the next bracket, comma or end of a string.
 
         Returns:
-            Whether an element ends there; None if the buffer has no more of these.
+            Whether an element ends there; None if the buffer holds none of these three.
         """
         if self._in_string:
             match = _IN_STRING.match(self._buffer, self._at)

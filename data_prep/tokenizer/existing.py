@@ -1,4 +1,4 @@
-"""Import of an existing tokenizer, a Hugging Face folder or a sentencepiece .model file, into the job's own folder.
+"""Imports an existing tokenizer, a Hugging Face folder or a sentencepiece .model file, into the job's own folder.
 
 Later users of the model get the tokenizer that `AutoTokenizer` makes from a folder. In transformers 5 that is not
 always its tokenizer.json (some classes rebuild their own from the vocabulary). So `AutoTokenizer` loads and saves the

@@ -1,7 +1,7 @@
 """Very long words: runs without white space, such as a line of DNA or base64, or runs of white space.
 
-Training a byte-level BPE takes time in the square of the longest word (18 s for 200,000 letters): words are cut for
-training. Encoding takes linear time. Documents with these words are named, since they are seldom wanted.
+The time to train a byte-level BPE grows with the square of the longest word (18 s for 200,000 letters), so training
+cuts long words. Encoding takes linear time. Documents with very long words are listed, since they are seldom wanted.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ Variables = Annotated[dict[str, str], AfterValidator(_variables)]
 
 
 class StageSettings(Section):
-    """What a job of one stage asks for. A key that is absent here has the value that the top of the file gives it."""
+    """Settings of one stage's jobs. A key that is absent here takes the value at the top of the file."""
 
     partition: str | None = Field(default=None, description="Partition of the jobs, e.g. gpu; null: Slurm's default")
     account: str | None = Field(default=None, description="Account that is charged, e.g. lab-llm")

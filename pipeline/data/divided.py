@@ -23,7 +23,7 @@ class CurrentBatch:
 class DividedSteps:
     """Iterates over steps as `StepLoader` does, in shares that may be replaced between steps.
 
-    Batches prepared with the old shares are dropped; the files are in the page cache then.
+    Batches prepared with the old shares are dropped; reading them again is cheap, since the page cache has the files.
 
     Args:
         load: function (batch sizes, (first, last) step) -> the loader of these steps.

@@ -1,4 +1,4 @@
-"""Skipped data of a run: after a rollback, training continues behind the data that led to the bad step.
+"""Skipped data of a run: after a rollback, training continues after the data that led to the bad step.
 
 The data order stays a pure function: step s trains on the samples of data step `data_step(s)`, which is s plus the
 data steps skipped before it. A run without skips trains on data step s in step s.

@@ -20,7 +20,7 @@ class TrainedDocument:
     Attributes:
         origin: slice of the document that the tokens come from.
         tokens: int64 [n], ids in the order the model reads them.
-        targets: bool [n], whether the token is predicted, and its loss part of the step's.
+        targets: bool [n], whether the token is a target, whose loss counts in the step's loss.
     """
 
     origin: DocumentSlice

@@ -12,6 +12,6 @@ def is_router(module: str) -> bool:
 
     Args:
         module: dotted name, e.g. `model.layers.0.mlp.gate` (most), `mlp.gate.wg` (HunYuan), `ffn.router.layer` (DBRX),
-            `mlp.router.classifier` (LongCat), `altup.modality_router` (Gemma 3n). A `gate_proj` is no router.
+            `mlp.router.classifier` (LongCat), `altup.modality_router` (Gemma 3n). A `gate_proj` is not a router.
     """
     return _ROUTER.search(module) is not None

@@ -57,7 +57,7 @@ def report_of(planned: PlannedRun, *, price: float | None = None, margin: float 
         margin: share of a device's memory that a proposed change leaves free.
 
     Raises:
-        ConfigError: the architecture does not have the layout.
+        ConfigError: the architecture does not support the layout.
     """
     plan = make_plan(planned.run, planned.costs, planned.machine)
     change = nearest_change(planned.run, planned.costs, with_margin(planned.machine, margin), plan)

@@ -109,7 +109,7 @@ def make_trainer(
     manifest: RunManifest,
     uploads: Uploads,
 ) -> Trainer:
-    """Makes the training loop, which continues after the checkpoint's or the group's step.
+    """Makes the training loop, which continues after the group's step or, without a group, after the checkpoint's.
 
     Args:
         batches: this rank's batches.

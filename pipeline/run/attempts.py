@@ -11,7 +11,7 @@ the lock of the run's directory; `headrace status` reads them.
 | lost | before a resume or a rollback removes rows | `step` after which they are removed, `steps`, `seconds`, ... |
 | training | before the first step | `step` after which it trains on |
 | goodput | once training has ended | seconds of the run so far, by what they were spent on |
-| measured | before an end that is no failure | see `pipeline.run.hooks.measured` |
+| measured | before an end that is not a failure | see `pipeline.run.hooks.measured` |
 | end | when it ends by itself | `code`, `reason` |
 
 The fields of a start: `launcher`, `world_size`, `host`, `pid`; `process_start`, when the process began; under Slurm

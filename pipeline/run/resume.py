@@ -102,7 +102,7 @@ def _refuse_miscounting(
     differing: Sequence[tuple[str, Any, Any]],
     changed: Sequence[tuple[str, Any, Any]],
 ) -> None:
-    """Refuses changes of fields that count and look up the steps before the checkpoint, even if allowed.
+    """Refuses changes of fields by which the steps before the checkpoint are counted and looked up, even if allowed.
 
     Args:
         checkpoint: checkpoint from which the run continues.

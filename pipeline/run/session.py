@@ -201,7 +201,7 @@ class Session:
     def allocate(
         self, make_objective: MakeObjective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
     ) -> Engine:
-        """Builds the engine: initialized or loaded from `model.path`; zeros when a checkpoint follows. Collective."""
+        """Builds the engine with initial values, or with zeros if a checkpoint is loaded next. Collective."""
         prepared, objective = self.prepared, make_objective(self.prepared, device, mesh)
         values = prepared.values if checkpoint is None else Zeros(parameter_shapes(prepared.model))
         reporting = ReportsProgress(values, self.watchdog.report_progress)

@@ -93,7 +93,7 @@ def staged_data(
         progress: called during the copy.
 
     Yields:
-        A function of whether the run has finished; if so, it removes the copies, unless `data.stage_keep` is set.
+        A function that is told whether the run has finished; if so, it removes copies, unless `data.stage_keep` is set.
 
     Raises:
         DataError: there is no room, or a copied file's checksum is not the manifest's.

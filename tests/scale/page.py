@@ -52,7 +52,7 @@ LIMITS = {"cpu_s": 60.0, "bytes": 2.0 * 2**30, "file_operations": 60_000.0}
 _COUNTS = {"cpu_s": 2.0, "bytes": 64.0 * 2**20, "file_operations": 2000.0, "messages": 1e9, "read_bytes": 2.0**34}
 """Values at the target below which growth does not matter."""
 _LARGE = (
-    "Tokens, bytes, samples and steps are counted in 64-bit or Python integers. Tests are at the boundaries:"
+    "Tokens, bytes, samples and steps are counted in 64-bit or Python integers. Tests cover the boundaries:"
     " token files, runs and arrays of 4 GiB and more, the order of samples up to 2^63, 2^31 steps passed over,"
     " positions in a checkpoint's files up to 2^62, counts of a journal past 2^63. A document of 2^31 tokens and a"
     " sample past 2^63 are refused."

@@ -284,7 +284,7 @@ def scale() -> Sweep:
         name="scale",
         title="Scale: what grows with the size of a run",
         what="A cell is a part of the product, measured at four sizes or more with real servers, files and code, and"
-        " simulated ranks, hosts and tasks. Figures are of the process with the most work. The target is 1,000"
+        " simulated ranks, hosts and tasks. Figures are for the process with the most work. The target is 1,000"
         " nodes of 8 GPUs, a 405B, 10^13 tokens, 10^9 documents, 2 million steps and 500 attempts. Where that size"
         " was not measured, figures are extrapolated by the larger of two exponents: over all sizes, and over the"
         " two largest. At the target one process may use a minute of CPU, 2 GiB, and 1,000 file operations a"

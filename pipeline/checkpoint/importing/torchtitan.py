@@ -54,7 +54,7 @@ def in_hugging_face_names(source: SourceCheckpoint, wanted: TargetModel) -> Sour
         wanted: the model of the config, for its numbers of heads.
 
     Raises:
-        CheckpointError: the config's model is no Llama.
+        CheckpointError: the config's model is not a Llama.
     """
     config = wanted.hf_config
     if config.get("model_type") != "llama":

@@ -1,6 +1,6 @@
 """Bad nodes of a run: `bad-nodes.json` in its directory lists faults by node, and which nodes are left out and why.
 
-A node is left out after n faults that began there (`launch.node_checks.faults`); to be named by the checks of nodes is
+A node is left out after `launch.node_checks.faults` faults that began on it; being named by the node checks counts as
 one. The list is for people too: a node whose entry is removed takes part again
 (`python -m pipeline.cluster.node_checks.bad_nodes RUN --forgive NODE`).
 """

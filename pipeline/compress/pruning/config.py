@@ -41,7 +41,7 @@ class ShapeSection(Section):
 
 
 class TargetSection(Section):
-    """How small the pruned model has to be: one of the keys."""
+    """Target size of the pruned model; exactly one key is given."""
 
     shape: ShapeSection | None = Field(
         default=None, description='Sizes of the pruned model, e.g. {"hidden_size": 128, "intermediate_size": 256}'
@@ -60,7 +60,7 @@ class TargetSection(Section):
 
 
 class ImportanceSection(Section):
-    """What is cut first."""
+    """Rules by which parts are cut first."""
 
     metric: Literal["mean_abs", "second_moment"] = Field(
         default="mean_abs",

@@ -5,10 +5,9 @@ channels, and let the D' kept ones have the share e of its sum of squares (over 
 square becomes sqrt(e D / D') times the old one, and the norm's weight is multiplied by this factor: its output keeps
 its scale. A LayerNorm (GPT-2) first subtracts the mean over the channels: there e is the share after the subtraction,
 and the mean of the kept channels stands for the mean of all. Channels that are zero (in a LayerNorm: equal to the mean)
-have no share, and cutting them changes nothing. For that, the config's rms_norm_eps is multiplied by D / D'. In Qwen3
-it is also the epsilon of the norms of queries and keys, a millionth of their mean squares. Gemma multiplies its
-embeddings by sqrt(D): they are multiplied by sqrt(D / D'), and where the head is the embedding the last norm is divided
-by it.
+have no share, and cutting them changes nothing. To make this exact, rms_norm_eps is multiplied by D / D'. In Qwen3 it
+is also the epsilon of the norms of queries and keys, a millionth of their mean squares. Gemma multiplies its embeddings
+by sqrt(D): they are multiplied by sqrt(D / D'), and where the head is the embedding the last norm is divided by it.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ SchemeName = Literal[
 
 
 class CalibrationSection(Section):
-    """The text that a model is run on, to see what its layers read."""
+    """The text that a model is run on, to measure the inputs of its layers."""
 
     split: str = Field(default="train", description="Split of data.path that is read: train or heldout")
     samples: int = Field(
@@ -81,7 +81,7 @@ Candidate = Literal[
 
 
 class BudgetSection(Section):
-    """Mixed bits: the size that the weights may have, and what each layer may become."""
+    """Mixed bits: the largest size of the weights, and the candidate schemes of each layer."""
 
     bytes: int | None = Field(
         default=None, ge=1, description="Largest size of the weight files, e.g. 2e6; or give bits_per_weight"

@@ -41,8 +41,8 @@ def measure_importance(
 
     Args:
         model: a Hugging Face model in evaluation mode; its experts are unfused afterwards.
-        names: names of tensors in its folder. The result lacks tensors that are no matrix of a linear layer, experts to
-            which no token is routed, and matrices whose inputs are all 0.
+        names: names of tensors in its folder. The result lacks tensors that are not a matrix of a linear layer, experts
+            to which no token is routed, and matrices whose inputs are all 0.
         batches: token ids, int64 [B, T].
         device: device on which the model is run.
         show: function called with (batches run, all batches).

@@ -1,9 +1,9 @@
-"""Rotation: turns the residual stream and the values of attention: no single channel stands out afterwards.
+"""Rotation: multiplies the residual stream and attention's values by orthogonal matrices that spread outlier channels.
 
 An RMS norm without weight commutes with an orthogonal matrix R. So norm weights are folded into the layers that read
 them. Then the layers that read the residual stream are multiplied by R, and the layers that write into it by its
 transpose. The function stays the same, and an outlier channel is spread over all channels. The values of every head are
-turned in the same way, between value and output projection. The served model has no additional operation.
+rotated in the same way, between value and output projection. The served model has no additional operation.
 
 R is a Hadamard matrix with random signs. Where the size is an odd number m times a power of 2, R is the Kronecker
 product of a random orthogonal matrix of size m and a Hadamard matrix.
@@ -60,7 +60,7 @@ class Rotation:
 
     @torch.no_grad()
     def outside(self, model: Any) -> None:
-        """Turns embedding, last norm and head in place, except those on the meta device."""
+        """Rotates embedding, last norm and head in place, except those on the meta device."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         norm = model.base_model.norm
         self._read((embedding.weight,))
@@ -69,7 +69,7 @@ class Rotation:
 
     @torch.no_grad()
     def layer(self, layer: nn.Module) -> None:
-        """Turns a decoder layer in place."""
+        """Rotates a decoder layer in place."""
         for norm, readers in norm_readers(layer, self.family):
             self._fold(norm, readers)
             self._read(readers)

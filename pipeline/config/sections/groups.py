@@ -11,7 +11,7 @@ from foundation.section import Count, Section
 
 
 class QuorumSection(Section):
-    """Groups of processes, each a run of its own, that meet at a lighthouse and may leave and join at any time."""
+    """Groups of processes, each a run of its own, that form quorums at a lighthouse, and may leave and join."""
 
     count: Count = Field(
         2, description="Groups expected at the start and started by the command, e.g. 4; they may leave and join"

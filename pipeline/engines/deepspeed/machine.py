@@ -36,7 +36,7 @@ def _check_async_io(field: str) -> None:
 
 
 def _lacks_cuda_toolkit() -> bool:
-    """Whether DeepSpeed would compile its AIO operator for a GPU but lacks the toolkit: a TypeError in its builder.
+    """Whether DeepSpeed would compile its AIO operator for a GPU without the toolkit, which ends in a TypeError.
 
     The operator is not compiled if it was built when DeepSpeed was installed (DS_BUILD_AIO).
     """

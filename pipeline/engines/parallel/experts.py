@@ -359,7 +359,7 @@ def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """Implements `_permuted`; the backward pass is a gather, too, while autograd's own would add up."""
+    """Implements `_permuted`; the backward pass is a gather, too, where autograd's own would sum row by row."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

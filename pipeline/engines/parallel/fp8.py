@@ -133,7 +133,7 @@ def check_fp8_device(section: Fp8Section, device: torch.device, *, experts: bool
         experts: whether grouped products of experts are in fp8.
 
     Raises:
-        ConfigError: the device is no GPU, too old for the recipe, or has no kernel for experts.
+        ConfigError: the device is not a GPU, is too old for the recipe, or has no kernel for experts.
     """
     if not section.enabled or section.emulate:
         return

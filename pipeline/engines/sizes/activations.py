@@ -47,7 +47,7 @@ class StepSizes:
 
     @cached_property
     def shards(self) -> int:
-        """Ranks that share optimizer states."""
+        """Number of ranks over which optimizer states are sharded."""
         topology = self.run.topology
         data = topology.dp * topology.cp
         return 1 if self.stage == 0 else self.run.config.parallel.hybrid_shard_size or data

@@ -255,7 +255,7 @@ def _accumulated(step: StepSizes) -> int:
 
 
 def _mlp_gradients(step: StepSizes) -> float:
-    """Returns bytes of a layer's gradients when most of its activations exist: of the last of the MLP's three matrices.
+    """Returns bytes of a layer's gradients when most of its activations exist: those of the MLP's last matrix.
 
     Experts under expert parallelism have no gradients then; see `activations`.
     """

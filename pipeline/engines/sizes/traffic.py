@@ -117,7 +117,7 @@ def tensor_scatters(layout: TrafficLayout) -> int:
 
 
 def tensor_reductions(layout: TrafficLayout) -> int:
-    """All-reduces over tp: maximum and two sums of a vocabulary-parallel loss, in fp32; once, norms' gradients."""
+    """All-reduces over tp: maximum and two sums of the loss, in fp32; once per step, gradients of norms."""
     loss = layout.micro_batches * layout.tokens * 3 * 4 if layout.rank.last else 0
     data = layout.run.topology.dp * layout.run.topology.cp if layout.stage else 1
     return loss + layout.size * -(-layout.rank.small // data)

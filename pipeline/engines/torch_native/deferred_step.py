@@ -26,7 +26,7 @@ class UpdateDecision:
 
     Attributes:
         vetoed: whether nothing may change, bool scalar.
-        grad_scale: fp32 scalar by which gradients are divided: the loss scale, times the excess over the clipping norm.
+        grad_scale: fp32 scalar by which gradients are divided: the loss scale, times norm / clipping norm if above 1.
     """
 
     vetoed: Tensor

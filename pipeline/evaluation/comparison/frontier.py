@@ -117,7 +117,7 @@ def _sample(comparison: ModelComparison) -> _LossWindows:
 
 
 def _score(candidate: ModelCandidate, comparison: ModelComparison, sample: _LossWindows) -> Scores:
-    """Scores the windows with a consumer; transformers, whose loss is measured separately, scores only the kept."""
+    """Scores the windows with a consumer, by transformers only the kept windows: its loss is measured separately."""
     windows, kept = sample.tokens, sample.kept
     if candidate.consumer == "transformers":
         windows, kept = windows[kept], np.arange(kept.size)

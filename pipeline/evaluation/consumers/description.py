@@ -1,4 +1,4 @@
-"""Descriptions of models, from which consumers tell before their start that they refuse a model. No torch."""
+"""Descriptions of models, from which a consumer's refusal is known before it starts. No torch."""
 
 from __future__ import annotations
 

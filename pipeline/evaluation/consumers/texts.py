@@ -55,9 +55,9 @@ def texts_of(model: Path, windows: npt.NDArray[np.int64]) -> tuple[str, ...]:
 
 
 def _single_tokens(tokenizer: Tokenizer, file: Path) -> tuple[str, ...]:
-    """Words that come before merges, as in Llama 3, and evenly spread tokens; none that is only part of a character.
+    """Texts of words that no merges make (as in Llama 3) and of evenly spread tokens, without parts of characters.
 
-    Tokens that the windows lack show a program that only knows merges, or other scores: it gives other ids.
+    A program that ignores such words, or has other scores, gives other ids on tokens that the windows lack.
     """
     model = read_json(file)["model"]
     words = words_without_merges({"model": model}) if model["type"] == "BPE" else []

@@ -16,7 +16,7 @@ from pipeline.models.tokenizer_files import load_tokenizer
 
 
 def load(folder: str) -> Served:
-    """Loads the folder."""
+    """Loads the folder's model and tokenizer; a missing or unexpected tensor is an error."""
     torch.set_num_threads(threads())
     model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     check_keys(Path(folder), info)

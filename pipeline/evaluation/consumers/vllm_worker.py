@@ -24,7 +24,7 @@ import vllm
 
 
 def load(folder: str) -> Served:
-    """Loads the folder."""
+    """Loads the folder into an eager vLLM engine without a prefix cache."""
     job = job_of_command_line()
     how: dict[str, Any] = {"enforce_eager": True, "max_logprobs": -1, "disable_log_stats": True}
     # no cache: the same prompt is computed for the warmup and again

@@ -1,4 +1,4 @@
-"""Scores tasks on a model folder, by transformers in one process: gives the figures of a run's engine."""
+"""Scores tasks on a model folder, by transformers in one process; the figures equal those of a run's engine."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Executes cases in a new process, because the fake device must be registered before torch is imported.
 
-    A fork of that process executes each case: layouts in one process would meet each other's process groups.
+    A fork of that process executes each case, since several layouts in one process would share process groups.
 
     Args:
         cases: cases to execute, in order.

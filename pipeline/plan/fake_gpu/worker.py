@@ -2,7 +2,7 @@
 
 echo '{"config": "ds_configs/fsdp.json", "processes": 2}' | python -m pipeline.plan.fake_gpu.worker
 
-Torch is imported once; a fork executes each case. In one process a second layout would meet the process groups of the
+Torch is imported once; a fork executes each case. In one process a second layout would use the process groups of the
 first, which are destroyed: DeepSpeed keeps its groups in globals of its modules, and torch's caches of DTensor
 operators return specs with the mesh of an earlier, equal layout. The parent computes nothing and has no second thread.
 """

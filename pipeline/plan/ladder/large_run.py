@@ -104,7 +104,7 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
     """Checks the config of the large run and counts its model.
 
     Raises:
-        ConfigError, DataError: the config cannot run, or a ladder of it would mean nothing.
+        ConfigError, DataError: the config cannot run, or a ladder of it would predict nothing.
     """
     section = raw.get("model") or {}
     if raw.get("distill"):

@@ -28,7 +28,7 @@ class MemoryPlan:
         peak: bytes of the phase that needs most.
         phase: name of the phase that needs most.
         device: bytes of a device's memory.
-        node: memory and disk that the ranks of a node take of its host.
+        node: memory and disk that the ranks of a node need on its host.
         host: bytes of host memory that the rank needs for offload, else 0. On a CPU, `phases` counts them too.
     """
 
@@ -56,7 +56,7 @@ class MemoryPlan:
 
 
 def with_margin(machine: Machine, margin: float) -> Machine:
-    """The machine with less memory on each device, by the share `margin`, for proposed layouts."""
+    """Reduces each device's memory by the share `margin`, which proposed layouts then leave free."""
     memory = machine.memory.model_copy(update={"bytes": machine.memory.bytes * (1 - margin)})
     return machine.model_copy(update={"memory": memory})
 
@@ -65,7 +65,7 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
     """Predicts the memory of a run.
 
     Raises:
-        ConfigError: the architecture does not have the layout.
+        ConfigError: the architecture does not support the layout.
     """
     footprint = costs.shares(run).footprint
     by_rank = [phases(run, footprint, pp_rank=rank, cpu=not machine.gpu) for rank in range(run.topology.pp)]

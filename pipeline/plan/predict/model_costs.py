@@ -103,7 +103,7 @@ class ModelCosts:
         """Counts the sizes and FLOPs of each rank of a run's pipeline.
 
         Raises:
-            ConfigError: the architecture does not have the layout.
+            ConfigError: the architecture does not support the layout.
         """
         if run.stage_devices.memory is not None:  # the whole config decides whether a stage fits
             return self._counted(run)

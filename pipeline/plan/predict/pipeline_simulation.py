@@ -206,7 +206,7 @@ class _Rank:
         return self.program.ranks[self.rank][self.position]
 
     def advance(self) -> bool:
-        """Executes instructions until one has to wait for another rank; returns whether there was any."""
+        """Executes instructions until one has to wait for another rank; returns whether any was executed."""
         before = self.position
         while not self.finished and self._execute(self.next):
             self.position += 1

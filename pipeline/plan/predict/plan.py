@@ -77,7 +77,7 @@ def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
     """Plans a run by simulation.
 
     Raises:
-        ConfigError: the architecture does not have the layout.
+        ConfigError: the architecture does not support the layout.
     """
     works, memory = works_of(run, costs), memory_plan(run, costs, machine)
     ends = [run_rates(run, costs, machine, end) for end in (LOW, TYPICAL, HIGH)]
@@ -109,7 +109,7 @@ def typical_time(run: ResolvedRun, costs: ModelCosts, machine: Machine, *, model
     """The typical time of a step alone: by closed forms for a search, simulated for display.
 
     Raises:
-        ConfigError: the architecture does not have the layout.
+        ConfigError: the architecture does not support the layout.
     """
     return step_time(run, works_of(run, costs), run_rates(run, costs, machine, TYPICAL), model=model)
 

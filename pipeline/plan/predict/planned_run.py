@@ -104,7 +104,7 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
         notes: assumptions so far, one sentence each.
 
     Raises:
-        ConfigError, DataError: the model cannot be built, lacks the layout, or has no formulas.
+        ConfigError, DataError: the model cannot be built, does not support the layout, or has no formulas.
     """
     config = run.config
     tokenizer = {"vocab_size": vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}

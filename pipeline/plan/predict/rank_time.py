@@ -160,11 +160,11 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
 def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, exchange_s: float) -> float:
     """Seconds of a step's exchange of experts that the passes of another micro-batch hide (`parallel.ep_overlap`).
 
-    Without a pipeline, every forward pass but the first runs beside a backward pass. In a pipeline, 2 n - 3 pp + 1 of
-    the 2 n passes of n micro-batches in two stages do on the first rank, which has the fewest. A pass hides no more of
-    the other's exchanges than its layers compute, and no more than the share of communication that runs beside kernels.
-    A pass has two exchanges per layer. Full checkpointing repeats the forward pass's exchanges in the backward pass:
-    the repeated ones are not hidden, nor is one of four turns, which has no product between
+    Without a pipeline, every forward pass but the first runs beside a backward pass. In a pipeline the first rank has
+    the fewest of these: 2 n - 3 pp + 1 of the 2 n passes of n micro-batches in two stages. A pass hides no more of the
+    other's exchanges than its layers compute, and no more than the share of communication that runs beside kernels. A
+    pass has two exchanges per layer. Full checkpointing repeats the forward pass's exchanges in the backward pass: the
+    repeated ones are not hidden, nor is a quarter of the forward pass's own, beside which no product runs.
     """
     run = work.layout.run
     if not run.overlaps_exchange:

@@ -1,4 +1,4 @@
-"""The programs of the pipeline schedules, taken from the libraries that run them: they cannot drift apart.
+"""The programs of the pipeline schedules, taken from the libraries that run them, so that the two cannot differ.
 
 torch's interleaved schedules are tables with sends and receives, which its runtime executes. Its GPipe and 1F1B are
 loops: here they run over a stage that computes nothing and records its calls. (Their tables are not used: in torch 2.13

@@ -42,7 +42,7 @@ class StepTime:
             gradients.
         offload: transfers to the host and the update there.
         data: wait for the data loader.
-        checkpoint: wait for a checkpoint, spread over the steps between two of them.
+        checkpoint: wait for a checkpoint, spread over the steps between two checkpoints.
     """
 
     products: float = 0.0
@@ -81,7 +81,7 @@ def works_of(run: ResolvedRun, costs: ModelCosts) -> list[Work]:
     """The work of every rank of the pipeline.
 
     Raises:
-        ConfigError: the architecture does not have the layout.
+        ConfigError: the architecture does not support the layout.
     """
     return [work_of(run, costs, rank) for rank in range(run.topology.pp)]
 

@@ -129,7 +129,7 @@ def work_of(run: ResolvedRun, costs: ModelCosts, pp_rank: int) -> Work:
     """Computes the work of a rank.
 
     Raises:
-        ConfigError: the architecture does not have the layout.
+        ConfigError: the architecture does not support the layout.
     """
     shares = costs.shares(run)
     rank = shares.footprint.ranks[pp_rank]

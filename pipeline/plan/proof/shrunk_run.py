@@ -204,7 +204,7 @@ def real_model(run: ResolvedRun) -> PretrainedConfig:
     """The Hugging Face config of a run's full-size model, for data that has the same special tokens as a proof's.
 
     Raises:
-        ConfigError, DataError: the architecture or a key is unknown, or `model.path` is no Hugging Face folder.
+        ConfigError, DataError: the architecture or a key is unknown, or `model.path` is not a Hugging Face folder.
     """
     tokenizer = {"vocab_size": 1, "bos_id": None, "eos_id": EOS, "pad_id": None}
     return resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=run.config.data.sequence_length)

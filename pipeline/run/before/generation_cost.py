@@ -20,7 +20,7 @@ LOOKED_AT = 64
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """Generation on the rank with most samples, in the step with most among the first `LOOKED_AT`.
+    """Generation on the rank with most samples, in the step with most samples among the first `LOOKED_AT` steps.
 
     Attributes:
         passes: number of sequential forward passes, in addition to those of training.

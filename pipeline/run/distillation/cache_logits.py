@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Entry point."""
+    """Runs the command line of `headrace cache-logits`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add_arguments(parser)
     return run(parser.parse_args())

@@ -179,7 +179,7 @@ def with_samples(batch: MicroBatch, rows: Tensor, tokens: Tensor, *, prompt: int
 
     A sample is continued only if its token after the prompt is a target of the data. So it stays unchanged in padding,
     where the prompt ends with its document, and in untrained parts of a chat. Tokens after a sampled end-of-text token
-    are no targets. Shapes: B samples, T positions, n chosen rows, G new tokens.
+    are not targets. Shapes: B samples, T positions, n chosen rows, G new tokens.
 
     Inputs after the new tokens stay unchanged: nothing depends on them.
 

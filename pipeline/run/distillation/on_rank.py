@@ -1,4 +1,4 @@
-"""The objective of a distillation run on one rank, and the samples of its student."""
+"""Makes the objective of a distillation on one rank, and the student's samples for on-policy distillation."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ class Uploader:
             self._patiently(self._delete_old)
 
     def _free_name(self, step: int) -> str:
-        """Finds a URL for a checkpoint that has no manifest yet: a repeated step has one from its first training."""
+        """Finds an unused URL for a checkpoint; a repeated step may have a checkpoint from its first training."""
         base = f"{self._url}/{CHECKPOINTS}/step-{step:08d}.{self._lease.number}"
         names = [base, *(f"{base}.{again}" for again in range(2, 1000))]
         taken = {each.url for each in self._patiently(partial(remote_checkpoints, self._url))}

@@ -132,7 +132,7 @@ def report_seconds(topology: Topology, batch: BatchSizes, *, layers: int) -> flo
 
 
 def report_interval(section: StragglersSection, *, seconds: float) -> int | None:
-    """Chooses the steps between reports; None for no reports. "auto" makes none where one takes over two seconds."""
+    """Chooses the steps between reports; None for no reports. "auto" gives None if a report takes over two seconds."""
     if section.every == "auto":
         return _AUTO_EVERY if seconds <= _AUTO_MAX_S else None
     return section.every

@@ -209,27 +209,28 @@ _SHOWN = ("weights", "gradients", "optimizer", "activations", "logits")
 
 _HEAD = """# Communication and memory of a step
 
-What one training step of every shipped config does, at its real size and number of ranks, on one rank (the first of
-each pipeline stage). No GPU was there: the engines themselves executed the steps on fake `cuda` tensors and a fake
-process group, which have shapes, dtypes and lifetimes, and no numbers (`pipeline/plan/fake_gpu`);
+This page shows what one training step of every shipped config sends and keeps, at its real size and number of ranks, on
+one rank (the first of each pipeline stage). No GPU was used: the engines executed the steps on fake `cuda` tensors and
+a fake process group, which have shapes, dtypes and lifetimes, but no values (`pipeline/plan/fake_gpu`);
 `headrace check --exact` does the same for a config of yours. The page is made by
 `python -m tests.plan.fake_gpu.document`, and a test compares it with the steps; `make sweep-gpu` executes all of them.
 
-Bytes are those of the whole tensor: what an all-gather returns, what a reduce-scatter or an all-reduce is given, what
-an all-to-all exchanges. The minimum is a closed formula of the layout (`pipeline/engines/sizes/traffic.py`):
-everything in the dtype of forward and backward passes, nothing repeated. The ratio is of the bytes to that minimum.
-Why rows differ from it by more than 5 %:
+Bytes count the whole tensor: the output of an all-gather, the input of a reduce-scatter or an all-reduce, the rows of
+an all-to-all. The minimum is a closed formula of the layout (`pipeline/engines/sizes/traffic.py`), with all tensors in
+the dtype of forward and backward passes, and nothing sent twice. The ratio is bytes / minimum. Reasons for ratios more
+than 5 % above 1:
 """
 _MEMORY = """Bytes on the device at the largest moment of the step, by kind, beside the formulas that
 `headrace check` prints (`pipeline/engines/sizes/memory.py`). They omit the allocator's fragmentation, the buffers of
 NCCL and of kernels, and the CUDA context. For DeepSpeed only the total is shown: a flat buffer holds several kinds."""
-_HOST = """Reads of the device by the host in a step, with the function that makes them. The host stops for "waits"; the
-"deferred" ones are requested when the next step has begun. Then copies from memory that is not page-locked. Those of
-`pipeline/engines/torch_native/pipeline.py` are in the first step only: the stages tell each other shapes."""
+_HOST = """The tables count reads of the device by the host in a step, by the function that makes them. The host stops
+for "waits", and requests "deferred" reads after the next step has begun. Copies from memory that is not page-locked
+follow. Reads in `pipeline/engines/torch_native/pipeline.py` occur in the first step only: the stages tell each other
+shapes."""
 _MISSING = """Later stages of DeepSpeed's pipeline receive the shapes of their input from the stage before, which is
 not there: `AssertionError` in `deepspeed/runtime/pipe/engine.py`, `assert isinstance(self.pipe_recv_buf, tuple)`. The
-first stage runs. `tests/engines/test_gpu.py` has the rest, for a machine with GPUs; not yet run. Stages of
-engine torch that are listed wait for the next `make sweep-gpu`."""
+first stage runs. `tests/engines/test_gpu.py` covers the rest on a machine with GPUs, and has not been run. The next
+`make sweep-gpu` executes the listed stages of engine torch."""
 
 
 def main() -> None:

@@ -88,13 +88,20 @@ def masked_step(samples: int, work: Path) -> Figures:
 PARTS = [
     Part(
         "tokens: opening, rank 0",
-        "a mixture of 50 sources is opened, the sizes of all files compared.",
+        "a mixture of 50 sources is opened, and the sizes of all files are compared.",
         "shards",
         SHARDS,
         20_000,
         opening,
     ),
-    Part("tokens: opening, others", "the same by the manifests alone.", "shards", SHARDS, 20_000, opening_elsewhere),
+    Part(
+        "tokens: opening, others",
+        "the mixture is opened by its manifests alone.",
+        "shards",
+        SHARDS,
+        20_000,
+        opening_elsewhere,
+    ),
     Part(
         "tokens: order",
         "the samples of 100 steps of 4,096 are located in a mixture of 10^13 tokens.",

@@ -120,13 +120,11 @@ PARTS = [
         TARGET,
         resumed,
     ),
-    Part("journals: status", "`headrace status`, the steps of all attempts added up.", "steps", STEPS, TARGET, status),
-    Part(
-        "journals: report", "`headrace report`; the bytes read are those of the page.", "steps", STEPS, TARGET, report
-    ),
+    Part("journals: status", "`headrace status` sums the steps of all attempts.", "steps", STEPS, TARGET, status),
+    Part("journals: report", "`headrace report`; bytes read are the page's size.", "steps", STEPS, TARGET, report),
     Part(
         "journals: TensorBoard",
-        "rows of 500 steps, five scalars each, are written to event files after so many steps.",
+        "rows of 500 steps, five scalars each, are written to event files after this many steps.",
         "steps",
         (1000, 2000, 4000, 8000),
         TARGET,

@@ -133,7 +133,7 @@ PARTS = [
     ),
     Part(
         "data prep: merging hashes",
-        "hash tables of a group of runs are merged, and those of all groups read by a task that looks for pairs.",
+        "hash tables of a group of runs are merged, and a task that looks for pairs reads those of all groups.",
         "runs",
         (2500, 5000, 10_000, 20_000),
         10_000,
@@ -150,8 +150,8 @@ PARTS = [
     ),
     Part(
         "data prep: dropped lines",
-        "a map task reads which of its lines are dropped: two files of each range, 256 MB of hashes; the ranges of 5 x"
-        " 10^10 lines, 50 for each of 10^9 documents.",
+        "a map task reads which of its lines are dropped, from two files for each range of 256 MB of hashes; the target"
+        " has 5 x 10^10 lines, 50 for each of 10^9 documents.",
         "ranges",
         (2000, 4000, 8000, 16_000),
         16_000,

@@ -75,7 +75,7 @@ PARTS = [
         (64, 128, 256, 512),
         8192,
         searched,
-        note="Layouts become more with the divisors of the number of ranks. No job waits for this command.",
+        note="Layouts increase with the number of divisors of the ranks. No job waits for this command.",
     ),
     Part("plan: check", "the config of a 405B is resolved and planned.", "ranks", RANKS, 8192, checked),
     Part(

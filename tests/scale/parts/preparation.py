@@ -96,11 +96,11 @@ PARTS = [
         (6250, 12_500, 25_000, 50_000),
         100_000,
         listed,
-        note="One operation a file, once for a job.",
+        note="This is one operation per file, once per job.",
     ),
     Part(
         "data prep: waiting",
-        "a share of a job waits for the others' map tasks, during a minute.",
+        "during a minute a share of a job waits for the other shares' map tasks.",
         "tasks",
         (1250, 2500, 5000, 10_000),
         10_000,
@@ -114,6 +114,6 @@ PARTS = [
         (250_000, 500_000, 1_000_000, 2_000_000),
         100_000_000,
         components,
-        note="A job of 10^9 documents takes days; this task takes some minutes of it.",
+        note="A job of 10^9 documents takes days; this task takes minutes.",
     ),
 ]

@@ -351,7 +351,7 @@ PARTS = [
     ),
     Part(
         "rendezvous: waiting for rank 0",
-        "the store, while all ranks wait for rank 0 to measure latencies, during a minute.",
+        "the store during a minute in which all ranks wait for rank 0 to measure latencies.",
         "ranks",
         RANKS,
         8192,
