@@ -45,7 +45,11 @@ ALWAYS = ("store:0", f"tp:{BAD}", "shared:0", f"watched:{BAD}")
 NAMES = [pytest.param(case, marks=[] if case in ALWAYS else pytest.mark.integration) for case in STOPPED]
 # each of four times four takes the time itself, 5 s until a stopped store is given up, 3 s in which ranks agree
 LIMIT_S = 240.0
-NOT_MET = re.compile(r"rank 0 (at|of 4 did not join the rendezvous at) 127\.0\.0\.1")
+NOT_MET = re.compile(
+    r"rank 0 (at|of 4 did not join the rendezvous at) 127\.0\.0\.1"
+    # another rank's timer came first, and ended the stopped one
+    r"|could not connect to 127\.0\.0\.1:\d+ within 8 s: rank 0 did not join"
+)
 
 
 @dataclass(frozen=True)

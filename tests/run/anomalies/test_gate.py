@@ -72,6 +72,7 @@ def test_a_step_not_applied_changes_no_state(results: dict[str, list[dict[str, A
         assert result["losses"] == own["without"]  # to the last bit
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", [each for each in NAMES if {**ON_ONE, **ON_TWO}[each.values[0]]["engine"] == "torch"])
 def test_a_step_begun_after_a_skipped_one_is_skipped_too(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     for own in results[name]:
