@@ -35,7 +35,7 @@ class Faulty:
         down_after: method and path of a request after which all fail, as a pattern.
         forbidden: methods that are answered with 403, with spaces between.
         overwrites: conditions of writes are lost on the way.
-        seconds: that every write takes.
+        seconds: duration of every write.
         held: writes of this path wait while it is set, as a pattern.
         requests: method and path of all.
         injected: number of faults by kind.

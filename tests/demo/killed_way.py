@@ -47,7 +47,7 @@ class Stage:
 
     Attributes:
         name: for messages.
-        words: what follows `python`.
+        words: arguments after `python`.
         output: the directory that it makes, where a second start of a finished one is refused; it is not started again.
     """
 
@@ -140,7 +140,7 @@ class Killer:
     """Runs stages, and kills as many of them, each at a moment that a seed draws.
 
     Args:
-        seed: of the moments.
+        seed: seed of the random moments.
         kills: their number.
         faults: counts the requests to the store.
         seconds: stage -> what it took undisturbed.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.comparison import EXPERTS, LATENT
+from tests.engines.comparison import EXPERTS
 
 Keys = dict[str, Any]
 Tier = tuple[pytest.MarkDecorator, ...]
@@ -93,7 +93,22 @@ SWAPPED = {
 WEIGHTS_SWAPPED = zero(offload_param={**DISK, "buffer_size": 1_000_000, "max_in_cpu": 0})
 
 UNTIED, BIASES, LAYERS_8 = model(tie_word_embeddings=False), model(attention_bias=True), model(num_hidden_layers=8)
-MOE, MLA = model(**EXPERTS), model(**LATENT)
+MOE = model(**EXPERTS)
+MLA = model(
+    model_type="deepseek_v3",
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    moe_intermediate_size=24,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+)
 ONE_EACH = merged(MOE, model(num_experts=2, num_experts_per_tok=1))
 MIXTRAL = model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
 SHARED_EXPERT = merged(MLA, model(moe_intermediate_size=32, n_shared_experts=1, rope_interleave=False))

@@ -33,7 +33,7 @@ class SlowStore:
     """A store with one lease, whose writes take a while.
 
     Attributes:
-        lease: as it was written last.
+        lease: the lease last written.
         writing: a renewal is under way.
         fails: writes raise.
     """

@@ -100,7 +100,7 @@ class Image:
         """Runs the finished image as k8s/ does: with its user and entry point, a read-only root and an empty /tmp.
 
         Args:
-            command: what takes the place of CMD.
+            command: command that replaces the image's CMD.
             mounts: directory of this machine -> `PATH` or `PATH:ro` in the container.
         """
         lines = [self._bind(self.root, "", "ro"), f"mount -t tmpfs tmpfs {self.root}/tmp", *self._system()]

@@ -49,7 +49,7 @@ class Pods:
     Attributes:
         state: directory for their logs and other files.
         count: number of pods.
-        command: of each pod; without it that of the manifest has to be given.
+        command: command of each pod.
         read_only: directory that no pod may write to.
         processes: ranks of each pod.
         counted_only: every failed pod is started again, as without a pod failure policy.

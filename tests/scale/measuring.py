@@ -117,15 +117,15 @@ class Part:
     """A part.
 
     Attributes:
-        name: of the part, which begins with that of its group: "heartbeats: a minute".
-        what: what is measured, for the page.
-        unit: of the sizes.
+        name: name of the part; its group comes first, as in "heartbeats: a minute".
+        what: description of the measurement, for the page.
+        unit: unit of the sizes.
         sizes: four or more, ascending.
-        target: size of a thousand nodes of eight GPUs, or of what else the page's heading says.
+        target: size for a thousand nodes of eight GPUs, or for another target that the page's heading names.
         run: measures one size in a process of its own, with an empty directory to work in; asserts what must hold.
-        note: what else the page says of it: what was mended, what stands, and why.
-        absent: why it cannot be measured here, where a package is missing.
-        per_process: whether the figures are of one process; of a file system that all share no limit is known.
+        note: further text for the page, such as a mended fault or a limit and its reason.
+        absent: reason that the part cannot be measured here; None if it can.
+        per_process: whether the figures hold for one process alone; a file system that all share has no known limit.
     """
 
     name: str

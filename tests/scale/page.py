@@ -116,7 +116,7 @@ def lines(judged: Sequence[Judged], skipped: Sequence[str] = ()) -> list[str]:
 
     Args:
         judged: the parts that were measured.
-        skipped: those that could not be, with the reason.
+        skipped: parts that were not measured, with the reason.
     """
     over = [each for each in judged if each.exceeded()]
     made = ["## What is over a limit, or grows faster than linearly", ""]

@@ -29,9 +29,9 @@ class Request:
 
     Attributes:
         operation: name of its `QueryType`.
-        key: of SET, APPEND, ADD, GET, CHECK and WAIT; no keys of requests for several.
-        value: that is set or appended.
-        number: that is added; the process, of PING.
+        key: key of a SET, APPEND, ADD, GET, CHECK or WAIT; requests for several keys have none here.
+        value: bytes to set or append.
+        number: number to add; for PING the process.
     """
 
     operation: str
@@ -113,7 +113,7 @@ class Recorder:
     """Passes on what clients send to a store, and keeps it; begins with `start`, so that a fork before has no threads.
 
     Attributes:
-        port: that clients connect to.
+        port: port for clients.
     """
 
     def __init__(self, port: int) -> None:
@@ -152,7 +152,7 @@ class StoreClient:
     """A connection of a simulated rank.
 
     Args:
-        port: of the store on this host.
+        port: the store's port on this host.
         source: own address: one has 28,000 ports.
     """
 

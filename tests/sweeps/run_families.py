@@ -56,7 +56,7 @@ def run_family(
         kind: `model_type`.
         tokens: a dataset with a tokenizer of 512 ids.
         work: an empty directory.
-        layouts: of `LAYOUTS` and `FURTHER`; all when None, in their order.
+        layouts: names in `LAYOUTS` and `FURTHER`; None for all, in their order.
     """
     attention, notes, known = "sdpa", [], 0.0
     for name, fields in (layouts or LAYOUTS | FURTHER).items():

@@ -34,7 +34,7 @@ class CellResult:
         passed: whether everything it checks held.
         note: figures, or why it failed; one line.
         seconds: it took.
-        commit: of the code that ran it.
+        commit: commit of the code that ran the cell.
         date: UTC, YYYY-MM-DD.
     """
 
@@ -51,16 +51,16 @@ class Sweep:
     """One kind of cells.
 
     Attributes:
-        name: of the make target (`make sweep-NAME`) and of the files.
+        name: NAME in the make target `make sweep-NAME` and in the names of files.
         title: heading of the table.
-        what: what a cell is and what it checks, for the table.
+        what: description of a cell and its check, for the table.
         groups: group -> names of its cells.
         run: runs some cells; cell -> (passed, one line about it).
         batch: how many cells are run at one time.
         failed: heading of the list of cells that did not pass.
         passed: heading of the list of cells that did, with what was noted of each; None for no list.
         columns: headings of a table in the place of these lists, whose notes are columns separated by " | ".
-        page: of the documentation in which the table is, in the place of `docs/sweeps/NAME.md`.
+        page: page of the docs with the table; None for `docs/sweeps/NAME.md`.
         body: makes the lines behind the table of the results, in the place of these lists.
     """
 

@@ -62,8 +62,8 @@ class VirtualCluster:
     Args:
         directory: for all files, in a new subdirectory `slurm`. Short: the path of a socket is limited to 107 bytes.
         nodes: number of nodes, named n1, n2, ...
-        cpus: of each node, as Slurm counts them.
-        gpus: of each node. They do not exist: Slurm only counts and assigns them.
+        cpus: CPUs of each node, as Slurm counts them.
+        gpus: GPUs of each node. They do not exist: Slurm only counts and assigns them.
         patience: how long Slurm waits.
     """
 

@@ -37,7 +37,7 @@ class Server:
     """Forks processes, and tells their clients how they ended.
 
     Args:
-        path: of the socket.
+        path: path of the socket.
         executable: the client that stands for python, which the processes find in `sys.executable`.
     """
 

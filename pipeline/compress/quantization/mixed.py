@@ -93,11 +93,10 @@ def choose(budget: Budget, measured: Measured) -> dict[str, str]:
     """Makes a choice for every unit within the budget; returns unit -> choice.
 
     The choices minimize the sum of the KL divergences measured for one unit at a time: a knapsack with one choice per
-    unit, solved by dynamic programming over the bytes above the smallest size. Bytes are rounded up
-    to buckets, so the budget is never exceeded. Then single upgrades that still fit use the bytes lost to rounding. The
-    greedy choice (the most KL saved per byte, step by step) is returned if its KL is lower: with very many units
-    rounding loses more than greed does. The KL of several changes together is not exactly their sum; the result is
-    scored as a whole.
+    unit, solved by dynamic programming over the bytes above the smallest size. Bytes are rounded up to buckets, so the
+    budget is never exceeded. Then single upgrades that still fit use the bytes lost to rounding. The greedy choice (the
+    most KL saved per byte, step by step) is returned if its KL is lower: with very many units rounding loses more than
+    greed does. The KL of several changes together is not exactly their sum; the result is scored as a whole.
 
     Args:
         budget: budget in bytes, large enough for the smallest choice of every unit.

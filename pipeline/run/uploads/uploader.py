@@ -158,7 +158,7 @@ class Uploader:
         while self.ending != "now":
             ending = self.ending
             self._find_checkpoints()
-            if (waiting := self._first()) is not None:
+            if (waiting := self._take()) is not None:
                 self._upload(waiting)
             elif ending == "backlog":
                 self.ending = "no"
@@ -169,11 +169,13 @@ class Uploader:
         self._upload_small()
         self._patiently(partial(self._renew, released=True))
 
-    def _first(self) -> _Waiting | None:
-        """Returns the oldest waiting checkpoint, which is not dropped any more; None without one."""
+    def _take(self) -> _Waiting | None:
+        """Takes the oldest checkpoint out of the queue, so that no newer one supersedes it; None without one."""
         with self._lock:
-            first = self._waiting[0] if self._waiting else None
-            self._state.uploading = None if first is None else first.step
+            if not self._waiting:
+                return None
+            first = self._waiting.pop(0)
+            self._state.uploading = first.step
             return first
 
     def _look_always(self) -> None:
@@ -196,7 +198,8 @@ class Uploader:
             for step, path in reversed(finished_checkpoints(self._run_dir)):
                 self._note(step, path)
             for old in self._waiting[:-1]:
-                if old.step != self._state.uploading and not self._terms.for_ever(old.step):
+                if not self._terms.for_ever(old.step):
+                    self._waiting.remove(old)
                     self._forget(old)
                     self._tell({"event": "upload_skipped", "step": old.step, "newer": self._waiting[-1].step})
 
@@ -230,11 +233,8 @@ class Uploader:
         return links
 
     def _forget(self, waiting: _Waiting) -> None:
-        with self._lock:  # in one step: a checkpoint that is not uploading may be dropped by the other thread
-            self._waiting.remove(waiting)
+        with self._lock:
             self._state.left.pop(waiting.step, None)
-            if self._state.uploading == waiting.step:
-                self._state.uploading = None
         if waiting.links.parent.name == LINKS:
             shutil.rmtree(waiting.links, ignore_errors=True)
 
@@ -250,8 +250,9 @@ class Uploader:
             self._upload_small()  # the store needs the rows of a checkpoint's steps
             send = partial(publish, waiting.links, url, progress=done, sent=self._sent, trying=self._patiently)
             self._patiently(send, retry=NotArrivedError)
+            self._state.durable_step, self._state.durable_at = step, time.time()
+            self._forget(waiting)
         except _EndedError:
-            self._state.uploading = None
             return
         except StorageError:
             raise
@@ -259,8 +260,8 @@ class Uploader:
             self._tell({"event": "upload_failed", "step": step, "why": _first_line(error)})
             self._forget(waiting)
             return
-        self._state.durable_step, self._state.durable_at = step, time.time()
-        self._forget(waiting)
+        finally:
+            self._state.uploading = None
         seconds = round(time.monotonic() - began, 3)
         told = {"step": step, "url": url, "bytes": waiting.manifest.bytes, "seconds": seconds}
         self._tell({"event": "uploaded", **told, **self._row()})

@@ -18,8 +18,8 @@ def model(tokens: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gguf(model: Path) -> Path:
-    pytest.importorskip("xllamacpp")
+def gguf(model: Path, request: pytest.FixtureRequest) -> Path:
+    request.getfixturevalue("llama_cpp")
     folder = model.parent / "gguf"
     folder.mkdir()
     write(plan_file(ModelFolder.open(model), "Q8_0"), folder)

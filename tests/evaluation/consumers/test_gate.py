@@ -49,8 +49,8 @@ def verify(folder: Path, *options: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def gguf(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    pytest.importorskip("xllamacpp")
+def gguf(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Made:
+    request.getfixturevalue("llama_cpp")
     return quantize(tmp_path_factory.mktemp("gguf"), model, tokens, "Q4_K_M")
 
 

@@ -46,7 +46,7 @@ class Lowered:
 
     Attributes:
         backward: whether it is of a backward pass.
-        code: of the wrapper, with the sources of its Triton kernels.
+        code: source of the wrapper, with its Triton kernels.
         fused_bytes: read and written by its Triton kernels.
         products: (FLOPs, bytes) of each matrix product and attention, and of what else runs outside of Triton but
             collectives.

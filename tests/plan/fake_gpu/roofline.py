@@ -82,7 +82,7 @@ class Time:
         bubble: a rank of a pipeline waits for others.
         nvlink: collectives within a node.
         network: collectives of groups that span nodes.
-        exposed: those of them that layers wait for, see `links.Sent`.
+        exposed: bytes that layers wait for (`links.Sent`).
     """
 
     products: float

@@ -30,12 +30,12 @@ class Row:
 
     Attributes:
         file: in `ds_configs`.
-        overrides: what differs from it.
-        small: what else differs in the step that is lowered, and changes nothing in a layer: engine deepspeed compiles
+        overrides: config keys that differ from the file.
+        small: further keys of the lowered step, which change nothing in a layer: engine deepspeed compiles
             the same layers as engine torch, a stage of a pipeline has the layers of a model without one.
-        eager: what is not compiled, so that its operators are counted: "layers", "loss".
+        eager: parts that are not compiled, so their operators are counted: "layers", "loss".
         same_traffic: whether the overrides leave communication as it is.
-        variant: of `cells.VARIANTS`, whose fake step has the same communication.
+        variant: key of `cells.VARIANTS` whose fake step communicates the same.
     """
 
     file: str

@@ -65,7 +65,7 @@ def start(config: Path, *, caches: Sequence[Path] = ()) -> Started:
     """Starts the ranks.
 
     Args:
-        config: of the run.
+        config: the run's config.
         caches: HEADRACE_CACHE of every rank, each of which is then the only one of its node.
     """
     alone = [{CACHE: str(cache), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for cache in caches] or [{}] * RANKS
@@ -84,12 +84,12 @@ def rounds(seed: int, count: int, *, faults: Faulty, cache: Path, config: Path, 
     After each kill every checkpoint that the store shows is whole, and all that were said to be there are.
 
     Args:
-        seed: of the moments, of what becomes of the cache, and of the faults.
+        seed: seed of the moments, the removed caches and the faults.
         count: number of kills.
         faults: between the run and the store.
-        cache: of this host; removed before some starts, as on another one.
-        config: of the run.
-        url: of the run.
+        cache: cache of this host; removed before some starts, as if on another host.
+        config: the run's config.
+        url: the run's URL.
     """
     chance, said = random.Random(seed), list[str]()
     for _ in range(count):

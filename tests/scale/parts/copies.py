@@ -25,10 +25,10 @@ class Neighbours:
     """What the ranks of all other nodes give in a collective, of the kind that the first rank of one node gives.
 
     Args:
-        ranks: of the run; this process is rank 0.
+        ranks: number of ranks; this process is rank 0.
 
     Attributes:
-        bytes: that this rank has received.
+        bytes: bytes received by this rank.
     """
 
     def __init__(self, ranks: int) -> None:

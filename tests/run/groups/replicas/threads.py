@@ -73,13 +73,13 @@ class Thread:
         before: called with the step before gradients are exchanged; may raise Died.
         after: called with a step that was run, before the quorum that follows it.
         asks: set once it asks for a quorum.
-        executions: of every step.
+        executions: number of executions of every step.
         count: replicas that are waited for.
         resumed: step and weights of its checkpoint.
         skips: data that it leaves out.
         updates: step -> weights after it.
         details: step -> what a checkpoint of it records.
-        events: of its journal.
+        events: events of its journal.
     """
 
     name: str

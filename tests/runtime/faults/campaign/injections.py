@@ -63,7 +63,7 @@ class FaultKind:
         name: in the report.
         inject: injects it; returns None when the processes had exited before.
         moment: the only moment it applies to; any where None.
-        launchers: that it applies to; any where None.
+        launchers: launchers under which the fault is tried; all if None.
         needs_small_disk: the run's directory must be on a file system that can be filled.
         damages: how a checkpoint is damaged after all processes have exited.
     """
