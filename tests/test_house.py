@@ -63,7 +63,7 @@ def test_arguments_and_attributes_are_described_by_phrases_that_stand_alone() ->
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
     found = [
         f"{path.relative_to(ROOT)}: {line[0].strip()}"
-        for package in ("pipeline", "data_prep", "headrace", "foundation")
+        for package in ("pipeline", "data_prep", "headrace", "foundation", "tests", "benchmarks")
         for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, kinds)
