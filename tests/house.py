@@ -89,7 +89,7 @@ def _floors(rooms: frozenset[str], arrows: Mapping[tuple[str, str], str]) -> dic
 
 
 def weight(tree: Path = ROOT) -> dict[str, int]:
-    """What `[weight]` of tests/budget.toml limits, of the files that git has."""
+    """The figures that `[weight]` of tests/budget.toml limits, counted over the files in git."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, text=True, check=True).stdout
     files = [path for each in listed.split("\0") if (path := tree / each).is_file()]
     texts = {path.relative_to(tree): path.read_text() for path in files if path.suffix in (".py", ".md")}

@@ -101,7 +101,7 @@ def test_an_optimizer_is_one_file_and_one_entry(tokens: Path, tmp_path: Path) ->
     assert {each.key.partition("/")[0] for each in tensors} == {"weight", "exp_avg"}
 
 
-@pytest.mark.sweep
+@pytest.mark.integration
 def test_a_schedule_of_torch_is_one_entry(tokens: Path, tmp_path: Path) -> None:
     config = one_step(tokens, tmp_path, parallel={"pp": 2, "schedule": "bfs"})
     config["model"]["config"]["num_hidden_layers"] = 4

@@ -2,8 +2,8 @@
 
 A chain: each layout trains 20 steps, then loads the checkpoint that the layout before it saved after step 15, and
 repeats the last 5. In `tests/parity/` every cell does the same after an arbitrary other one; here each kind of layout
-loads a checkpoint of the other engine, and its own is loaded by the other engine. `make test` runs one pair of layouts,
-`make test-integration` the others.
+loads a checkpoint of the other engine, and its own is loaded by the other engine. CI runs one pair of
+layouts, `make sweep-tests` the others.
 """
 
 from __future__ import annotations

@@ -406,14 +406,14 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
     "padding": {  # three data ranks for 8 samples: in the last micro-batch of rank 2 no row has a target
         ("torch", 3): {
             "whole weights": at(0, ELASTIC),
-            "gathered per step, smaller micro-batch, chunked loss": at(2, ELASTIC, CHUNKED, Z_LOSS, micro=2),
+            "gathered per step, smaller micro-batch, chunked loss": at(2, ELASTIC, CHUNKED, Z_LOSS, tier=CI, micro=2),
             "gathered per layer, clipped": at(3, ELASTIC, CLIPPED),
             "experts": at(3, ELASTIC, MOE),
         },
         ("torch", 6): {
             "1f1b": at(3, ELASTIC, pp=2),
             # 2 micro-batches in a round: 4 of 12 rows are padding
-            "interleaved": at(2, INTERLEAVED, ELASTIC, pp=2),
+            "interleaved": at(2, INTERLEAVED, ELASTIC, tier=CI, pp=2),
         },
         ("deepspeed", 3): {
             "stage 2, smaller micro-batch, chunked loss": at(2, ELASTIC, CHUNKED, Z_LOSS, micro=2),

@@ -228,6 +228,8 @@ def test_one_size_has_no_slope_and_passes(config_words: list[str], capsys: pytes
     [
         (("rates",), "--rates"),
         (("rates", "--rates", "1e-3,-1"), "--rates"),
+        (("rates", "--rates", "1e-3,0"), "--rates"),
+        (("coordinates", "--seeds", "0"), "--seeds"),
         (("coordinates", "--widths", "32;64"), "--widths"),
         (("coordinates", "--depths", "0,2"), "--depths"),
         (("coordinates", "--steps", "0"), "--steps"),

@@ -1,4 +1,4 @@
-"""Every field of every config, given a value of every JSON type: an error says it in our words, never in pydantic's."""
+"""Errors: every field of every config, given every JSON type, in our words, never pydantic's; labels of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of another tool is named wherever a folder is opened, with what brings it here; unknown ones are not."""
+"""Folders of other tools are named with their remedy wherever a folder is opened; damaged JSON files are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lease that is held for a while: given back at the end, whatever the end is. Others: `tests/run/uploads`."""
+"""Leases, given back at any end (others: `tests/run/uploads`), and locks of files."""
 
 from __future__ import annotations
 

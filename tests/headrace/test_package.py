@@ -37,7 +37,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunStatus:
     return headrace.train(config, nproc=2, run={"steps": 4}, scheduler=brief, evaluation={"samples": 4})
 
 
-@pytest.mark.integration
 def test_a_corpus_is_prepared_trained_on_and_the_run_described(trained: RunStatus) -> None:
     assert (trained.step, trained.steps, trained.finished) == (4, 4, True)
     assert trained.loss < 7

@@ -177,7 +177,6 @@ def refusals(tasks: list[Any]) -> list[str | None]:
 
 
 @pytest.mark.integration
-@pytest.mark.sweep
 def test_the_commands_of_the_task_train_on_the_nodes_that_its_variables_name(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "run", run={"dir": str(tmp_path / "run"), "steps": 6, "seed": 7})
     config["scheduler"]["params"] = {"warmup_num_steps": 2, "decay_num_steps": 2}

@@ -218,13 +218,13 @@ def _candidates(number: int, generator: random.Random, count: int = 60) -> Itera
 
 
 def read_pairs() -> list[Values]:
-    """The cells that `make test-integration` runs."""
+    """The cells that cover all pairs (`make sweep-tests`)."""
     cells: list[Values] = json.loads(PAIRS.read_text())
     return cells
 
 
 def gating() -> list[Values]:
-    """The cells that `make test` runs for a few steps: of those on at most 4 ranks, as few as have every value."""
+    """The cells that CI runs for a few steps: of those on at most 4 ranks, as few as have every value."""
     small = [values for values in read_pairs() if config_of(values, "")[1] <= GATING_RANKS]
     missing = {(name, value) for values in small for name, value in values.items()}
     chosen: list[Values] = []

@@ -1,9 +1,9 @@
 """Law 3 (equivalence) and law 4 (re-layout) for every legal pair of layout options.
 
 The steps of every cell are compared with one plain process: every loss, every gradient norm, every tensor of the first
-gradient, the held-out loss, and the last steps repeated from the state that another layout saved. `make test` runs a
-few cells for 6 steps, which have every value of every option; `make sweep-tests` runs those that cover all pairs for 6
-and one cell per engine for 20, and `make sweep-parity` every legal layout for 20.
+gradient, the held-out loss, and the last steps repeated from the state that another layout saved. CI runs a
+few cells for 6 steps, which have every value of every option, and one cell per engine for 20; `make sweep-tests` runs
+those that cover all pairs for 6, and `make sweep-parity` every legal layout for 20.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_every_value_of_every_option_follows_the_reference_for_a_few_steps(tmp_p
     assert [failure_text(name, result) for name, result in found.items() if not result.passed] == []
 
 
-@pytest.mark.sweep
+@pytest.mark.integration
 def test_a_layout_of_each_engine_follows_the_reference_for_20_steps(tmp_path: Path) -> None:
     found = run(gating_curves(), tmp_path, length=LONG)
     assert len(found) == 2

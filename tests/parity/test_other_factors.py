@@ -103,7 +103,7 @@ def assert_equivalent(cells: list[Values], work: Path, length: RunLength) -> Non
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("CompleteP", marks=pytest.mark.sweep),
+        pytest.param("CompleteP", marks=pytest.mark.integration),
         "Muon",
         pytest.param("experts", marks=pytest.mark.integration),
     ],

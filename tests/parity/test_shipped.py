@@ -1,6 +1,6 @@
 """Shipped configs, shrunk, train a few steps and follow one plain process, in their own precision.
 
-CI runs one of each kind; `make sweep-tests` the others, whose layouts `test_matrix.py` has.
+CI runs `zero3.json`; `make sweep-tests` the others, whose layouts `test_matrix.py` has.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def test_the_best_layouts_are_simulated_and_laws_warn_once(tmp_path: Path, capsy
     assert found["winner"]["step_s"] == pytest.approx(shown)
 
 
-@pytest.mark.sweep
+@pytest.mark.integration
 def test_a_budget_ends_the_execution_after_the_layout_that_would_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,7 +85,7 @@ def agent(work: Path, run_dir: Path, *, port: int, processes: int) -> subprocess
     return started
 
 
-@pytest.mark.sweep  # torch's rendezvous misses nodes beside other work; in CI nodes of agents are killed and leave
+@pytest.mark.sweep  # torch's rendezvous misses nodes beside other work; in CI nodes of agents are killed
 @pytest.mark.parametrize(("lost", "left"), [("first", 2), ("last", 2)])
 def test_a_node_that_is_killed_is_done_without_and_the_curve_is_that_of_a_whole_run(
     work: Path, expected: dict[int, float], rendezvous_port: int, lost: str, left: int

@@ -141,10 +141,7 @@ def lines(judged: Sequence[Judged], skipped: Sequence[str] = ()) -> list[str]:
 def _rows(each: Judged, names: Sequence[str]) -> list[str]:
     """A part's figures at its largest size, with their exponents of growth, and at its target where that is another."""
     part = each.part
-    powers = {
-        name: f" ^{growth.exponent:.2f}" for name, growth in each.growths.items() if not math.isnan(growth.exponent)
-    }
-    largest = {name: shown(name, growth.values[-1]) + powers.get(name, "") for name, growth in each.growths.items()}
+    largest = {name: shown(name, growth.values[-1]) + _power(growth) for name, growth in each.growths.items()}
     at_target = {name: shown(name, growth.at(part.target)) for name, growth in each.growths.items()}
     rows = [(_title(part), f"{part.sizes[-1]:,} {part.unit}", largest, f"{part.sizes[0]:,}")]
     if part.target not in part.sizes:

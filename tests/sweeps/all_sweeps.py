@@ -222,8 +222,8 @@ def islands() -> Sweep:
         " one joins at a random moment. All processes must end, the survivor must have made all rounds (but for three"
         " at most in which it was silent and done without, which its cell says), what its weights contain and what was"
         " lost must be every sample once, and one that came late or back must have trained and have the held-out loss"
-        " of the others. A loss that lies outside of the range of three undisturbed seeds by more than the range's"
-        " width says so. Seconds are of the run.",
+        " of the others. A cell says so where its loss lies outside of the range of three undisturbed seeds by more"
+        " than the range's width. Seconds are of the run.",
         groups=struck.cells(),
         run=lambda cells: {cell: struck.run_cell(cell, STATE / "islands-undisturbed.json") for cell in cells},
         passed="Runs",

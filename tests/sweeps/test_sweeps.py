@@ -31,6 +31,15 @@ def test_the_committed_table_has_the_cells_that_the_code_enumerates(name: str) -
     assert committed == enumerated, f"run: make sweep-{name} (or python -m tests.sweeps {name} --table)"
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("name", sorted(SWEEPS))
+def test_the_committed_page_says_what_a_cell_is(name: str) -> None:
+    sweep = SWEEPS[name]()
+    assert " ".join(sweep.what.split()) in " ".join(sweep.table_file.read_text().split()), (
+        f"python -m tests.sweeps {name} --table"
+    )
+
+
 def test_a_sweep_that_was_stopped_runs_the_cells_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "STATE", tmp_path / "state")
     monkeypatch.setattr(sweeps, "TABLES", tmp_path / "tables")
@@ -101,9 +110,8 @@ def test_a_family_of_every_kind_trains_is_exported_and_loaded_with_its_loss(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "kind", ["phi3", pytest.param("smollm3", marks=pytest.mark.sweep)]
-)  # longrope that crosses its threshold; layers without RoPE
+# longrope that crosses its threshold; layers without RoPE
+@pytest.mark.parametrize("kind", ["phi3", pytest.param("smollm3", marks=pytest.mark.sweep)])
 def test_a_family_trains_with_its_sequence_divided_and_from_some_of_its_layers(
     kind: str, tokens: Path, tmp_path: Path
 ) -> None:

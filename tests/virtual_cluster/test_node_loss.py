@@ -47,7 +47,6 @@ def after_crash(run: SlurmRun, name: str) -> float:
 
 
 @pytest.mark.integration
-@pytest.mark.sweep
 def test_the_first_node_dies_and_training_goes_on_alike(run: SlurmRun, tokens: Path, tmp_path: Path) -> None:
     run.wait_for_step(22)
     after_crash(run, "n1")

@@ -99,7 +99,7 @@ def test_no_job_is_left_for_a_node_that_is_not_there_and_one_that_fails_is_named
     assert [each.id for each in cluster.jobs()] == [number, failed]
     assert lines == [
         f"job {failed} is queued for another node",
-        f"job {failed} for another node failed on n3, which are not asked for again: no data here",
+        f"job {failed} for another node failed on n3; it is not asked for again: no data here",
     ]
 
 

@@ -100,7 +100,8 @@ class SlurmJob:
                 self._failed.update(nodes)
                 log = self.records / f"{self._join_name}-{number}.log"
                 why = (log.read_text(errors="replace") if log.exists() else "").strip().rpartition("\n")[2]
-                say(f"job {number} for another node failed on {', '.join(nodes)}, which are not asked for again: {why}")
+                again = "it is" if len(nodes) == 1 else "they are"
+                say(f"job {number} for another node failed on {', '.join(nodes)}; {again} not asked for again: {why}")
         self._joining = {number for number, state, *_ in jobs if state in ("PENDING", "RUNNING", "COMPLETING")}
 
     def after_sigterm(self) -> Literal["runs", "preempted", "ends"]:

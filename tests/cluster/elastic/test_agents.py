@@ -64,7 +64,7 @@ class Hosts:
         self.wait_for(lambda: last_step(self.work / "run") >= step)
 
     def losses(self) -> dict[int, float]:
-        return losses(self.work / "run") if (self.work / "run/metrics.jsonl").exists() else {}
+        return losses(self.work / "run", written=False) if (self.work / "run/metrics.jsonl").exists() else {}
 
     def code(self, name: str) -> int:
         return self.agents[name].wait(timeout=400)  # minutes on busy cores

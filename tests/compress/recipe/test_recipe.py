@@ -186,7 +186,7 @@ def times(work: Path) -> dict[str, int]:
     return {name: (work / "whole" / name / "manifest.json").stat().st_mtime_ns for name in names}
 
 
-@pytest.mark.sweep  # in CI: the two rounds below
+@pytest.mark.integration
 def test_a_killed_recipe_goes_on_with_the_step_that_was_interrupted_and_ends_with_all_results(work: Path) -> None:
     path = write_config(work / "recipe.json", recipe(work, "whole"))
     process = started(path)
@@ -260,7 +260,7 @@ def rounds_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_work(tmp_path_factory.mktemp("rounds"), steps=40, zero_optimization={"stage": 0})
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # in CI: the recipe of one round above
 def test_two_rounds_killed_between_and_within_go_on_where_they_were_and_make_nothing_twice(rounds_work: Path) -> None:
     """All processes are killed while the second pruning writes, and while the second distillation trains."""
     path, output = write_recipe(rounds_work, "killed"), rounds_work / "killed"

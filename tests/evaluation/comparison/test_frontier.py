@@ -40,7 +40,6 @@ def rows(model: Path, gguf: Path, tokens: Path) -> list[Row]:
     return frontier({"own": model, "q8": gguf}, data=data, wanted=wanted)
 
 
-@pytest.mark.integration
 def test_the_first_model_is_the_reference(rows: list[Row]) -> None:
     own, q8 = rows
     assert (own.mean_kl, own.max_kl, own.top1_agreement) == (0.0, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""The SVG of charts: few bytes for many rows, something to see for one, and nothing that clashes within a page."""
+"""Charts and their series: few bytes for many rows, a visible point for one; figures of masked tokens."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_steps_are_read_as_columns_since_rows_of_millions_would_take_gigabytes(t
     assert peak < 300 * run.steps  # a row takes over 1,000 bytes; of evaluations there are 500
 
 
-@pytest.mark.integration  # numbers of masked tokens: evaluation/test_commands.py
+@pytest.mark.integration  # numbers of masked tokens: evaluation/heldout/test_commands.py
 def test_bits_per_byte_are_absent_with_a_loss_mask(model: Path, tokens: Path, run_dir: Path, tmp_path: Path) -> None:
     masked = make_masked(tmp_path / "masked", tokens, every_third)
     data = ["--data", masked, "--sequence-length", SEQUENCE, "--max-tokens", 320]
@@ -126,7 +126,7 @@ def test_bits_per_byte_are_absent_with_a_loss_mask(model: Path, tokens: Path, ru
     assert "<td>-</td>" in (tmp_path / "r.html").read_text()
 
 
-@pytest.mark.integration  # numbers of masked tokens: evaluation/test_commands.py
+@pytest.mark.integration  # numbers of masked tokens: evaluation/heldout/test_commands.py
 def test_a_model_is_quantized_on_masked_tokens(model: Path, tokens: Path, tmp_path: Path) -> None:
     masked = make_masked(tmp_path / "masked", tokens, every_third)
     data = {"path": str(masked), "sequence_length": SEQUENCE}

@@ -1,4 +1,4 @@
-"""Tasks in training and on one rank: the exported model's figures, no step evaluated twice, ends before the last."""
+"""Tasks in training and on one rank: the exported model's figures, no step evaluated twice, runs that end early."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ GATING = {
     ),
 }
 """Kind of layout -> a shipped config at its world and its widths, with fewer layers and micro-batches, and the rank of
-its pipeline: what `make test` has time for."""
+its pipeline: small enough for CI."""
 
 
 UNEVEN = {"expert parallelism, selective": 2.0}

@@ -31,8 +31,8 @@ class Row:
     Attributes:
         file: in `ds_configs`.
         overrides: config keys that differ from the file.
-        small: further keys of the lowered step, which change nothing in a layer: engine deepspeed compiles
-            the same layers as engine torch, a stage of a pipeline has the layers of a model without one.
+        small: further keys of the lowered step, which change nothing in a layer: engine deepspeed compiles the same
+            layers as engine torch, a stage of a pipeline has the layers of a model without one.
         eager: parts that are not compiled, so their operators are counted: "layers", "loss".
         same_traffic: whether the overrides leave communication as it is.
         variant: key of `cells.VARIANTS` whose fake step communicates the same.

@@ -147,7 +147,6 @@ def _wait_for_worker(process: psutil.Process) -> list[psutil.Process]:
     raise AssertionError("no process executes a step")
 
 
-@pytest.mark.sweep
 @pytest.mark.integration
 def test_a_selective_recomputation_gathers_weights() -> None:
     layers = ("model.config.num_hidden_layers=4", "train_batch_size=16", "memory.activation_checkpointing=selective")

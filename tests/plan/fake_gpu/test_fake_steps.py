@@ -29,13 +29,12 @@ EXCHANGES = {
 
 
 SWEPT = {
-    "gate: expert parallelism beside another micro-batch",
     "gate: small moments",
     "gate: ring attention",
     "gate: mixture of experts",
     "gate: expert parallelism",
 }
-"""Cells for `make sweep-tests`: what they have beside another cell is another dtype, method, or number of ranks."""
+"""Cells for `make sweep-tests`: others have their options, or the ring and whole experts on CPU ranks."""
 
 
 @pytest.fixture(scope="module")

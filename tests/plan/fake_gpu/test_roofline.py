@@ -1,4 +1,4 @@
-"""The roofline of the committed kernels: its page, and its FLOPs beside those of other counts. Nothing is lowered."""
+"""The roofline of the committed kernels: its page, its FLOPs beside other counts, the page of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHIPPED = [name for name, row in ROWS.items() if row.cell(0) in measured()]
 DENSE = [name for name in SHIPPED if "moe" not in name]
 
 
-@pytest.mark.sweep
+@pytest.mark.integration
 def test_the_page_has_the_roofline_of_the_committed_kernels() -> None:
     assert list(kept()) == list(ROWS)
     text = PAGE.read_text()

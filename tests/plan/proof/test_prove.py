@@ -79,7 +79,6 @@ def test_what_check_refuses_of_an_architecture_is_refused_and_not_refuted(
     assert refusal_of(prove("--config", path, "--processes", "4")) == checked
 
 
-@pytest.mark.sweep
 def test_a_refusal_of_the_ranks_is_refused_and_not_refuted(runs: Runs) -> None:
     case, result = runs["failing"]
     with pytest.raises(
@@ -289,7 +288,7 @@ def test_a_wrong_gradient_is_refuted_however_chaotic_the_curve_is(runs: Runs) ->
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [
-        pytest.param("olmo3", "sdpa", marks=pytest.mark.sweep),
+        ("olmo3", "sdpa"),
         pytest.param("exaone4", "sdpa", marks=pytest.mark.sweep),
         pytest.param("inkling_text", "eager", marks=pytest.mark.sweep),
     ],

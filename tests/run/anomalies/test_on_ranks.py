@@ -185,6 +185,7 @@ def test_a_flipped_bit_is_found_by_all_ranks_and_named(checked: dict[str, list[d
         assert {NORM, EMBEDDING} < set(ranks[0]["names"])
 
 
+@pytest.mark.integration
 def test_hybrid_sharding_compares_replicas_and_not_shards(checked: dict[str, list[dict[str, Any]]]) -> None:
     assert "ranks 1, 3 do not agree" in checked["torch, hybrid sharding"][0]["after"]
 

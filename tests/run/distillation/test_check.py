@@ -1,4 +1,4 @@
-"""`headrace check` of a distillation: the teacher's memory per rank, and the layouts in which it fits."""
+"""`headrace check` of a distillation: the teacher's memory per rank, layouts in which it fits, the control run."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_models_of_one_width_are_matched_state_by_state(kind: str, tokens: Path,
     assert hidden.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.sweep
+@pytest.mark.integration
 def test_states_of_compiled_layers_are_matched_as_those_of_others(tokens: Path, teacher: Path, tmp_path: Path) -> None:
     sums = []
     for sets in ((), ("compile.enabled=true", "compile.backend=aot_eager", "memory.activation_checkpointing=full")):

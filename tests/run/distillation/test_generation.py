@@ -1,4 +1,4 @@
-"""The student's continuations are those of transformers, with and without a cache, of every kind of attention."""
+"""The student's continuations are those of transformers, with and without a cache; sampling has the right odds."""
 
 from __future__ import annotations
 

@@ -74,15 +74,19 @@ def test_every_layout_of_student_and_teacher_follows_one_process(
 
 
 @pytest.mark.integration
-def test_a_student_with_expert_parallelism_follows_one_process(teacher: Path, tokens: Path, tmp_path: Path) -> None:
-    """The teacher has experts, too, and keeps all of them on every rank."""
-    config = student(tokens, tmp_path / "alone", tmp_path / "teacher")
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_student_with_expert_parallelism_follows_one_process(
+    experts: bool, teacher: Path, tokens: Path, tmp_path: Path
+) -> None:
+    """The teacher is dense, or has experts, too, and keeps all of them on every rank."""
+    config = student(tokens, tmp_path / "alone", tmp_path / "teacher" if experts else teacher)
     config["model"]["config"] |= EXPERTS
-    torch.manual_seed(5)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config["model"]["config"], vocab_size=512))
-    made.save_pretrained(tmp_path / "teacher")
-    for path in teacher.glob("token*"):
-        shutil.copy(path, tmp_path / "teacher")
+    if experts:
+        torch.manual_seed(5)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config["model"]["config"], vocab_size=512))
+        made.save_pretrained(tmp_path / "teacher")
+        for path in teacher.glob("token*"):
+            shutil.copy(path, tmp_path / "teacher")
     path = write_config(tmp_path / "c.json", config)
     launch("distill.py", path, processes=1)
     launch("distill.py", path, "parallel.ep=2", f"run.dir={tmp_path / 'ep'}", processes=2)

@@ -208,9 +208,8 @@ def test_a_run_is_copied_with_its_checkpoints_there_and_back_and_goes_on_in_both
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = Path(shutil.copytree(whole / "run", tmp_path / "run", symlinks=True))
-    shutil.rmtree(
-        run_dir / "checkpoints" / f"step-{COPIED_STEPS:08d}"
-    )  # as of a run that was killed before its last one
+    # as of a run that was killed before its last one
+    shutil.rmtree(run_dir / "checkpoints" / f"step-{COPIED_STEPS:08d}")
     before = run_files(run_dir)
     counted = [len(data) for name, data in before.items() if not name.endswith("manifest.json")]
     what = f"run, {len(counted)} files, {sum(counted) / 1e9:,.3f} GB"

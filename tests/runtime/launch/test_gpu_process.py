@@ -249,6 +249,7 @@ def test_torchs_own_settings_are_set_unless_the_user_has() -> None:
     assert flight_recorder_defaults({}) == recorder
     user = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     assert flight_recorder_defaults(user) == {}
+    assert host_group_defaults({}) == {"TORCH_GLOO_LAZY_INIT": "1"}
     assert host_group_defaults({"TORCH_GLOO_LAZY_INIT": "0"}) == {}
 
 

@@ -62,7 +62,7 @@ def test_mpirun_gives_the_same_losses_as_torchrun(work: Path, expected: dict[int
 
 
 @WITHOUT_MPI
-def test_a_refused_config_under_mpirun_is_reported_once_in_full(work: Path) -> None:
+def test_a_refused_config_under_mpirun_is_reported_with_its_remedy_and_at_most_once_in_full(work: Path) -> None:
     mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
     done = run(work, *mpirun, TRAIN, "--config", "c.json", "--set", "train_batch_size=9")
     assert done.returncode == 2

@@ -50,22 +50,20 @@ for rank, ranks in ((0, 1920), (4000, 8192), (0, 1921)):
 
 
 def test_groups_are_split_in_the_second_training_of_a_process_too() -> None:
-    # torch's own `split_group` wants a GPU; beneath it gloo and NCCL look their ranks up alike, and died of it
+    # the second split died. torch's own `split_group` wants a GPU; beneath it gloo and NCCL look their ranks up alike
     code = """
-import torch, torch.distributed as dist
+import torch.distributed as dist
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.group import process_group
 for _ in range(2):
     with process_group(detect(), gpu=None):
         split = dist.group.WORLD.split_group([0], group_name="split", group_desc="")
-        values = torch.full((1,), 3.0)
-        split.allreduce(values).wait()
-        print(split.rank(), values.item())
+        print(split.rank(), split.size())
 """
-    # one rank dies of it as several do, and cannot be kept waiting by gloo, whose split hangs on busy cores
+    # one rank died of it as several did; among several gloo's split hangs on busy cores
     done = warm.run("-c", code, merged=True)
     assert done.returncode == 0
-    assert done.stdout.splitlines() == ["0 3.0", "0 3.0"]
+    assert done.stdout.splitlines() == ["0 1", "0 1"]
 
 
 CPU, NCCL, SHARED = (

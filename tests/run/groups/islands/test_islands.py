@@ -81,7 +81,6 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_weights(t
 
 
 @pytest.mark.integration
-@pytest.mark.sweep
 def test_an_island_that_comes_late_takes_the_state_of_the_others_and_trains_with_them() -> None:
     with two_islands(seed=7) as islands:
         islands.wait_for_rounds("island-0", 2)
