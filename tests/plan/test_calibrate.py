@@ -24,7 +24,7 @@ from pipeline.runtime.machines.ranks import with_ranks
 from tests.conftest import tiny_config, write_config
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_this_machine_is_measured_and_plans_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,7 @@ def _events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in read_rows(run_dir, kind="event") if row["event"] == name]
 
 
-@pytest.mark.integration
+@pytest.mark.sweep
 def test_two_ranks_save_by_it_and_a_resumed_run_goes_on_with_what_was_measured(tokens: Path, tmp_path: Path) -> None:
     config = tiny_config(tokens, tmp_path / "run", engine="torch", zero_optimization={"stage": 3})
     # a failure every 0.36 s on average: the shortest interval, 1 s, and bounded; the first save not after a minute
