@@ -145,7 +145,8 @@ def imported_modules(tree: Path, module: str = "pipeline.run.session") -> tuple[
     return int(total), int(own)
 
 
-def main() -> None:
+def main() -> int:
+    """Prints the table; 1 where the repository weighs more than `[weight]` allows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     tree = parser.parse_args().tree.resolve()
@@ -162,11 +163,17 @@ def main() -> None:
         "modules that pipeline.run.session imports (of pipeline)": f"{total:,} ({own})",
     }
     allowed = tomllib.loads((ROOT / "tests" / "budget.toml").read_text())["weight"]
-    rows |= {name.replace("_", " "): f"{figure:,} of {allowed[name]:,}" for name, figure in weight(tree).items()}
+    found = weight(tree)
+    rows |= {name.replace("_", " "): f"{figure:,} of {allowed[name]:,}" for name, figure in found.items()}
     print("| measured | |\n|---|---|")
     for what, figure in rows.items():
         print(f"| {what} | {figure} |")
+    over = [name for name, figure in found.items() if figure > allowed[name]]
+    if over:
+        why = "take as much off, or raise it there with the reason"
+        print(f"error: {', '.join(over)}: more than [weight] of tests/budget.toml allows; {why}", file=sys.stderr)
+    return int(bool(over))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
