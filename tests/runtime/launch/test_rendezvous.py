@@ -52,18 +52,20 @@ for rank, ranks in ((0, 1920), (4000, 8192), (0, 1921)):
 def test_groups_are_split_in_the_second_training_of_a_process_too() -> None:
     # the second split died. torch's own `split_group` wants a GPU; beneath it gloo and NCCL look their ranks up alike
     code = """
-import torch.distributed as dist
+import torch, torch.distributed as dist
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.group import process_group
 for _ in range(2):
     with process_group(detect(), gpu=None):
         split = dist.group.WORLD.split_group([0], group_name="split", group_desc="")
-        print(split.rank(), split.size())
+        values = torch.full((1,), 3.0)
+        split.allreduce(values).wait()
+        print(split.rank(), split.size(), values.item())
 """
     # one rank died of it as several did; among several gloo's split hangs on busy cores
     done = warm.run("-c", code, merged=True)
     assert done.returncode == 0
-    assert done.stdout.splitlines() == ["0 1", "0 1"]
+    assert done.stdout.splitlines() == ["0 1 3.0", "0 1 3.0"]
 
 
 CPU, NCCL, SHARED = (
