@@ -87,6 +87,7 @@ class CheckpointWriter:
         background: whether to write in the background; otherwise `begin` returns when the files are written.
         on_progress: function called about once per second of waiting in which something was written.
         copies: copier of this rank's files into its node's memory; None for no copies.
+        before_commit: called by rank 0's thread before it commits; a checkpoint that it raises an error for has failed.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class CheckpointWriter:
         background: bool = True,
         on_progress: Callable[[], None] = lambda: None,
         copies: MemoryCopies | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._background, self._copies = store, background, copies
+        self._before_commit = before_commit
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._planner = Planner()
         self._plan: WritePlan | None = None
@@ -264,6 +267,7 @@ class CheckpointWriter:
             assert self._metadata is not None
             sha256 = {name: s for each in shards for name, s in each.sha256.items()}
             sha256[METADATA] = write_metadata(self._metadata.encoded(), staging)
+            self._before_commit()
             return self._store.commit(pending.info, sha256)
         except BaseException:
             self._store.discard_staging(pending.info.step)

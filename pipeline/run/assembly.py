@@ -50,11 +50,11 @@ def open_services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
     return [*sinks]
 
 
-def open_journal(attempt: Attempt, run_dir: Path, *, from_step: int, stack: ExitStack) -> list[Sink]:
+def open_journal(attempt: Attempt, run_dir: Path, *, from_step: int, stack: ExitStack) -> Journal:
     """Opens `metrics.jsonl` without rows after a step; the attempt records removed rows, `stack` closes the file."""
     journal = Journal(run_dir, from_step=from_step, on_removed=partial(attempt.lost, from_step))
     stack.callback(journal.close)
-    return [journal]
+    return journal
 
 
 def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> GuardedStepper:
@@ -108,6 +108,7 @@ def make_trainer(
     copies: MemoryCopies | None,
     manifest: RunManifest,
     uploads: Uploads,
+    journal: Journal | None,
 ) -> Trainer:
     """Makes the training loop, which continues after the group's step or, without a group, after the checkpoint's.
 
@@ -115,13 +116,14 @@ def make_trainer(
         batches: this rank's batches.
         copies: keeps copies of checkpoints in this node's memory; None to keep no copies.
         uploads: copies checkpoints to an object store.
+        journal: no checkpoint is committed before the rows of its steps are in it; None on every rank but rank 0.
     """
     run, attempt = here.run, here.attempt
     progress = Progress(group.step if group else here.done)
     saves = CheckpointSaves(
         here,
         stepper=stepper,
-        writer=_checkpoint_writer(here, copies),
+        writer=_checkpoint_writer(here, copies, journal),
         manifest=manifest,
         uploads=uploads,
         timer=make_timer(run.config.run, here.prepared.run_dir, nodes=attempt.nodes, decides=here.rank == 0),
@@ -140,12 +142,17 @@ def make_trainer(
     )
 
 
-def _checkpoint_writer(here: RankOfRun, copies: MemoryCopies | None) -> CheckpointWriter:
+def _checkpoint_writer(here: RankOfRun, copies: MemoryCopies | None, journal: Journal | None) -> CheckpointWriter:
     zero, wanted = here.run.config.zero_optimization, here.run.config.run.async_checkpoints
     # state on a disk is read into host memory to be written: a second copy there would be too much
     background = wanted and "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device)
-    progress = here.watchdog.report_progress
-    return CheckpointWriter(here.prepared.store, background=background, on_progress=progress, copies=copies)
+    return CheckpointWriter(
+        here.prepared.store,
+        background=background,
+        on_progress=here.watchdog.report_progress,
+        copies=copies,
+        before_commit=journal.require_written if journal is not None else lambda: None,
+    )
 
 
 def _tasks(here: RankOfRun) -> TaskEvaluation | None:

@@ -247,8 +247,10 @@ class Session:
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has no manifest yet
         skips = rollback.skips_from(done) if rollback else recorded_skips(checkpoint, self.prepared.run_dir)
         with ExitStack() as stack:
-            rows = open_journal(self.attempt, self.prepared.run_dir, from_step=done, stack=stack) if self._first else []
-            sinks = Sinks([*rows, *services])
+            folder, journal = self.prepared.run_dir, None
+            if self._first:
+                journal = open_journal(self.attempt, folder, from_step=done, stack=stack)
+            sinks = Sinks([*services] if journal is None else [journal, *services])
             stack.callback(sinks.close)
             here = RankOfRun(
                 prepared=self.prepared,
@@ -277,6 +279,7 @@ class Session:
                 copies=self.copies.copier(rank=self.launch.rank, ranks_here=self.files.ranks_here),
                 manifest=manifest,
                 uploads=self.uploads,
+                journal=journal,
             )
             self.attempt.training(trainer.progress.step)
             try:

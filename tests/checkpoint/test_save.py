@@ -22,10 +22,13 @@ from foundation.errors import CheckpointError
 from pipeline.checkpoint import named_state, save
 from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
+from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.save import CheckpointWriter, SaveResult
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.write_shards import WrittenShards
+from pipeline.runtime.metrics.journal import Journal, read_rows
+from tests.conftest import room_for
 from tests.engines.parallel.ranks import WORLD, Ranks
 
 ROWS = 64
@@ -113,6 +116,22 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_kept_and_protects_none(
         finish(writer)
         kept.append(sorted(int(path.name[-2:]) for path in (tmp_path / "checkpoints").glob("step-*")))
     assert kept == [[1, 2, 3], [3, 5]]  # 1 is kept until there are two good ones; the damaged 2 goes, though even
+
+
+def test_no_checkpoint_is_committed_while_rows_of_its_steps_are_in_memory_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, from_step=0)
+    writer = CheckpointWriter(CheckpointStore(tmp_path, keep=2), before_commit=journal.require_written)
+    journal.write("event", 0, text="longer than the files of a checkpoint" * 10_000)
+    with room_for((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        journal.write("step", 1, loss=1.0)
+        writer.begin(info(1), lambda: state_of(torch.ones(3)))
+        assert "rows of" in (finish(writer).failure or "")
+        assert finished_checkpoints(tmp_path) == []
+        writer.begin(info(2), lambda: state_of(torch.ones(3)))
+        while writer.busy:
+            time.sleep(0.001)
+    assert finish(writer).checkpoint is not None  # there is room again: the rows are written, then it is committed
+    assert [row["step"] for row in read_rows(tmp_path, kind="step")] == [1]
 
 
 def test_options_of_the_main_thread_stay_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

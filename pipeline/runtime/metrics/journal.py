@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Journal:
         self, run_dir: Path, *, from_step: int, on_removed: Callable[[Sequence[TimeSums]], None] = lambda _removed: None
     ) -> None:
         self._path, self._unwritten, self._warned = run_dir / NAME, b"", False
+        self._lock = threading.Lock()
         try:
             _truncate(self._path, from_step, on_removed)
             self._file = self._path.open("ab", buffering=0)
@@ -59,8 +61,20 @@ class Journal:
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Appends a row and hands it to the operating system at once: it survives a crash of the process."""
         row = {"kind": kind, "step": step, "time": iso_time(time.time()), **values}
-        self._unwritten += json.dumps(row).encode() + b"\n"
-        self._write_out()
+        with self._lock:
+            self._unwritten += json.dumps(row).encode() + b"\n"
+            self._write_out()
+
+    def require_written(self) -> None:
+        """Makes sure that no row is in memory alone: a checkpoint without the rows of its steps would lose them.
+
+        Raises:
+            TrainingError: the file cannot be written.
+        """
+        with self._lock:
+            self._write_out()
+            if self._unwritten:
+                raise TrainingError(f"rows of {self._path} could not be written")
 
     def close(self) -> None:
         """Flushes to disk."""
