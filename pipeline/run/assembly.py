@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies
@@ -50,9 +49,9 @@ def open_services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
     return [*sinks]
 
 
-def open_journal(attempt: Attempt, run_dir: Path, *, from_step: int, stack: ExitStack) -> Journal:
+def open_journal(attempt: Attempt, prepared: PreparedRun, *, from_step: int, stack: ExitStack) -> Journal:
     """Opens `metrics.jsonl` without rows after a step; the attempt records removed rows, `stack` closes the file."""
-    journal = Journal(run_dir, from_step=from_step, on_removed=partial(attempt.lost, from_step))
+    journal = Journal(prepared.run_dir, from_step=from_step, on_removed=partial(attempt.lost, from_step))
     stack.callback(journal.close)
     return journal
 
@@ -146,13 +145,9 @@ def _checkpoint_writer(here: RankOfRun, copies: MemoryCopies | None, journal: Jo
     zero, wanted = here.run.config.zero_optimization, here.run.config.run.async_checkpoints
     # state on a disk is read into host memory to be written: a second copy there would be too much
     background = wanted and "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device)
-    return CheckpointWriter(
-        here.prepared.store,
-        background=background,
-        on_progress=here.watchdog.report_progress,
-        copies=copies,
-        before_commit=journal.require_written if journal is not None else lambda: None,
-    )
+    before = journal.require_written if journal is not None else lambda: None
+    progress, store = here.watchdog.report_progress, here.prepared.store
+    return CheckpointWriter(store, background=background, on_progress=progress, copies=copies, before_commit=before)
 
 
 def _tasks(here: RankOfRun) -> TaskEvaluation | None:

@@ -247,9 +247,7 @@ class Session:
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has no manifest yet
         skips = rollback.skips_from(done) if rollback else recorded_skips(checkpoint, self.prepared.run_dir)
         with ExitStack() as stack:
-            folder, journal = self.prepared.run_dir, None
-            if self._first:
-                journal = open_journal(self.attempt, folder, from_step=done, stack=stack)
+            journal = open_journal(self.attempt, self.prepared, from_step=done, stack=stack) if self._first else None
             sinks = Sinks([*services] if journal is None else [journal, *services])
             stack.callback(sinks.close)
             here = RankOfRun(
