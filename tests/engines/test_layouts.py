@@ -20,8 +20,8 @@ from tests.engines.comparison import FP32, HALF
 from tests.engines.layout_cells import CELLS, Cell
 from tests.engines.layout_worker import resolved
 
-TOGETHER = 32
-"""Cells of a launch at most: every gloo group that was ever created keeps a busy thread. CI has fewer of each size."""
+TOGETHER = 12
+"""Cells of a launch at most: every gloo group that was ever created keeps a busy thread (200 cells: 12 minutes)."""
 
 GRAPHS = {
     "cp 2, ring, full": 10,  # messages between ranks split a layer in five
