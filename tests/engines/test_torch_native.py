@@ -19,6 +19,7 @@ from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
+from pipeline.engines.sizes.communicators import communicators
 from pipeline.engines.torch_native.fsdp_units import layer_units, prefetch_explicitly, units_of
 from pipeline.engines.torch_native.receive_buffers import SendsInFlight
 from pipeline.engines.torch_native.sharding import Sharding, shard_decoder
@@ -114,12 +115,23 @@ def _groups() -> list[int]:
         ({"parallel": {"pp": 2}, "zero_optimization": {"stage": 1}}, [2, 4]),
         ({"parallel": {"hybrid_shard_size": 4}, "zero_optimization": {"stage": 3}}, [2, 4]),
         ({"parallel": {"tp": 2, "cp": 2}, "zero_optimization": {"stage": 3}}, [4, 2, 2]),
+        ({"parallel": {"ep": 4, "pp": 2}, "zero_optimization": {"stage": 3}}, [2, 4, 2, 1, 4]),  # FSDP2 needs the 1
+        ({"parallel": {"ep": 2}, "zero_optimization": {"stage": 3}}, [4, 2]),
+        ({"parallel": {"pp": 8, "schedule": "interleaved_1f1b"}, "zero_optimization": {"stage": 1}}, [1, 8]),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, [4, 2]),
     ],
 )
-def test_a_mesh_makes_no_group_of_one_rank(layout: dict[str, Any], sizes: list[int]) -> None:
-    run = resolved(world_size=8, **layout)
+def test_a_mesh_makes_no_group_of_one_rank_and_the_planner_counts_groups(
+    layout: dict[str, Any], sizes: list[int]
+) -> None:
+    run = resolved(world_size=8, gradient_accumulation_steps=8, **layout)
     mesh = Mesh(run.topology, device_type="cpu", shard_size=run.shard_size)
+    if run.virtual_stages > 1:
+        mesh.link_groups()
+    if node := run.config.zero_optimization.zero_hpz_partition_size:
+        mesh.node_mesh(node)
     assert _groups() == [8, *sizes]
+    assert communicators(run) == len(sizes)
     assert mesh.data_mesh().size() == mesh.size("data")
 
 
