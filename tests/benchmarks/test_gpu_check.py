@@ -18,7 +18,7 @@ from benchmarks.gpu_check import machine, measure
 from benchmarks.gpu_check.cases import Row, rows, selected, sizes, tiny_sizes
 from benchmarks.gpu_check.meter import Meter
 from benchmarks.gpu_check.page import append
-from benchmarks.gpu_check.process import environment, install_wheels, missing_packages, run
+from benchmarks.gpu_check.process import environment, install_wheels, missing_packages, on_one_gpu, run
 from benchmarks.gpu_check.tests import gpu_test_files
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.count import measure as count
@@ -47,7 +47,7 @@ def test_8b_has_the_published_flops_per_token() -> None:
 
 def test_only_selects_parts_and_rows() -> None:
     names = [row.name for row in rows(["1b", "8b"]) if selected(row.name, "speed", "tests,1b-torch-*")]
-    assert names == ["1b-torch-compiled", "1b-torch-fp8", "1b-torch-eager"]
+    assert names == ["1b-torch-compiled", "1b-torch-fp8", "1b-torch-eager", "1b-torch-gpus"]
     assert selected("tests", "tests", "tests,1b-torch-*")
     assert all(selected(row.name, "speed", "speed") for row in rows(["8b"]))
 
@@ -203,13 +203,18 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
     pytest.importorskip("accelerate")
     page = tmp_path / "performance.md"
     page.write_text("# Performance\n")
-    chosen = ",".join(["environment", "tests", "tiny-*-eager", *(f"tiny-{name}" for name in ("torch-fp8", *compiled))])
+    chosen = ",".join(
+        ["environment", "tests", "tiny-*-eager", *(f"tiny-{name}" for name in ("torch-fp8", "torch-gpus", *compiled))]
+    )
     env = {**os.environ, "PYTEST_ADDOPTS": f"-k '{tests}'"}
     options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "60"]
     words = [warm_python.python(), "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
     output_of(subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
+    assert found["tiny-torch-gpus"]["samples"] == 2 * 4
+    assert len(found["tiny-torch-gpus"]["step_s"]) == 3, found["tiny-torch-gpus"]
+    assert found["tiny-torch-gpus"]["mean_loss"] == pytest.approx(6.24, rel=0.02)
     for name in (*compiled, "torch-eager", "deepspeed-eager", "trainer-eager"):
         row = found[f"tiny-{name}"]
         assert len(row["step_s"]) == 3, row
@@ -223,8 +228,31 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
     assert "TINY, Hugging Face Trainer, bf16 | 4 x 64" in page.read_text()
 
 
-def test_processes_of_the_check_get_one_gpu_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_of_the_check_get_all_gpus_a_row_of_one_process_the_first_and_nothing_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     env = environment(None, tiny=False)
-    assert (env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"], env["HEADRACE_GPU_TESTS_ON"]) == ("3", "1", "cuda")
-    assert environment(None, tiny=True)["CUDA_VISIBLE_DEVICES"] == ""
+    assert (env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"], env["HEADRACE_GPU_TESTS_ON"]) == ("3,5", "1", "cuda")
+    assert on_one_gpu(env)["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert on_one_gpu(environment(None, tiny=False))["CUDA_VISIBLE_DEVICES"] == "0"
+    tiny = environment(None, tiny=True)
+    assert (tiny["CUDA_VISIBLE_DEVICES"], on_one_gpu(tiny)["CUDA_VISIBLE_DEVICES"]) == ("", "")
+
+
+def test_the_check_runs_with_the_environments_python_unless_another_is_given(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+
+    def command(*words: str) -> str:
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+        done = ["make", "-n", "-C", str(tmp_path), "gpu-check", *words]
+        said = output_of(subprocess.run(done, env=environ, capture_output=True, text=True, check=False))
+        return next(line.split()[0] for line in said.splitlines() if "benchmarks.gpu" in line)
+
+    assert command() == "python3"
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert command() == ".venv/bin/python"
+    assert command("PYTHON=/opt/python3") == "/opt/python3"
