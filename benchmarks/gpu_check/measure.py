@@ -54,6 +54,8 @@ def measured(size: Size, row: Row, job: dict[str, Any], attempts: list[str]) -> 
         torch.cuda.set_device(device)
     contestant = module_of(row)
     trace = Path(job["trace"]) if job["trace"] else None
+    if trace is not None and launch.rank:
+        trace = trace.with_name(f"rank-{launch.rank}-{trace.name}")
     with contestant.opened(device):
         for micro, checkpointing in plan(size, device) if launch.world_size == 1 else [(1, "full")]:
             meter = Meter(device, warmup=job["warmup"], steps=job["steps"], trace=trace)

@@ -194,7 +194,7 @@ def test_a_run_is_appended_and_answers_its_lines(tmp_path: Path) -> None:
     # in CI without those files of GPU tests that take long: the session has them itself, too
     [
         pytest.param([], "test_attention", 4, marks=pytest.mark.integration, id="eager"),
-        pytest.param(["torch-compiled"], "", 11, marks=pytest.mark.sweep, id="all"),
+        pytest.param(["torch-compiled", "torch-gpus"], "", 11, marks=pytest.mark.sweep, id="all"),
     ],
 )
 def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
@@ -203,22 +203,19 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
     pytest.importorskip("accelerate")
     page = tmp_path / "performance.md"
     page.write_text("# Performance\n")
-    chosen = ",".join(
-        ["environment", "tests", "tiny-*-eager", *(f"tiny-{name}" for name in ("torch-fp8", "torch-gpus", *compiled))]
-    )
+    chosen = ",".join(["environment", "tests", "tiny-*-eager", *(f"tiny-{name}" for name in ("torch-fp8", *compiled))])
     env = {**os.environ, "PYTEST_ADDOPTS": f"-k '{tests}'"}
     options = ["--tiny", "--steps", "3", "--warmup", "1", "--profile", "--only", chosen, "--minutes", "60"]
     words = [warm_python.python(), "-m", "benchmarks.gpu", *options, "--out", str(tmp_path), "--page", str(page)]
     output_of(subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False))
     result = json.loads((tmp_path / "result.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
-    assert found["tiny-torch-gpus"]["samples"] == 2 * 4
-    assert len(found["tiny-torch-gpus"]["step_s"]) == 3, found["tiny-torch-gpus"]
-    assert found["tiny-torch-gpus"]["mean_loss"] == pytest.approx(6.24, rel=0.02)
     for name in (*compiled, "torch-eager", "deepspeed-eager", "trainer-eager"):
         row = found[f"tiny-{name}"]
         assert len(row["step_s"]) == 3, row
-        # ln 512 is 6.24; the same first weights and tokens for all, but the Trainer has no last target of a sample
+        assert row["samples"] == (8 if name == "torch-gpus" else 4)
+        # ln 512 is 6.24; the same first weights for all, and tokens (two processes have more), but the Trainer has no
+        # last target of a sample
         assert row["mean_loss"] == pytest.approx(found["tiny-torch-eager"]["mean_loss"], rel=2e-3)
         assert (tmp_path / "rows" / f"tiny-{name}.trace.json.gz").stat().st_size > 1000
     assert result["tests"]["failed"] == 0, result["tests"]
