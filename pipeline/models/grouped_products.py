@@ -45,22 +45,29 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.transposed = transposed
-        return F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
+        return _multiplied(rows, weight if transposed else weight.mT, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, ends = ctx.saved_tensors
         gradient, to_rows, to_weight = grads[0].contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            to_rows = F.grouped_mm(gradient, weight.mT if ctx.transposed else weight, offs=ends)
+            to_rows = _multiplied(gradient, weight.mT if ctx.transposed else weight, ends)
         if ctx.needs_input_grad[1]:
             to_weight = weight_gradient(rows, gradient, ends, ctx.transposed)
         return to_rows, to_weight, None, None
 
 
+def _multiplied(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies rows [M, I] by matrices [L, I, O]; a rank may get no rows, for which no kernel is launched."""
+    return F.grouped_mm(rows, matrices, offs=ends) if len(rows) else rows.new_empty(0, matrices.shape[-1])
+
+
 def weight_gradient(rows: Tensor, gradient: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """Computes the gradient of the weights from rows [M, I] and the outputs' gradient [M, O]; see `grouped_product`."""
     left, right = (rows, gradient) if transposed else (gradient, rows)
+    if not len(rows):
+        return rows.new_zeros(len(ends), left.shape[1], right.shape[1])
     found = F.grouped_mm(left.mT, right, offs=ends)
     if leaves_idle_experts(rows.device):
         found.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
