@@ -36,11 +36,11 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
     Returns:
         [M, O].
     """
-    product: Tensor = _GroupedProduct.apply(rows, weight, ends, transposed)
+    product: Tensor = _ExactProduct.apply(rows, weight, ends, transposed)
     return product
 
 
-class _GroupedProduct(torch.autograd.Function):
+class _ExactProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING
@@ -87,14 +86,6 @@ def test_the_stages_of_a_pipeline_have_a_unit_for_their_own_end_even_if_the_weig
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """A process group of two ranks whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def eight_ranks() -> Iterator[None]:
     """A process group of eight ranks whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -157,7 +148,7 @@ def test_pipeline_stages_with_different_numbers_of_layers_make_as_many_groups_fo
     assert made == [[2, 2], [2, 2]]
 
 
-@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.usefixtures("eight_ranks")
 @pytest.mark.parametrize(("kind", "gathered"), [("llama", False), ("gemma", False), ("inkling_text", True)])
 def test_an_embedding_is_gathered_for_the_backward_pass_where_more_than_its_weight_is_in_it(
     kind: str, gathered: bool
@@ -175,40 +166,24 @@ def test_an_embedding_is_gathered_for_the_backward_pass_where_more_than_its_weig
 
 
 def test_a_sent_tensor_is_freed_once_its_send_has_ended_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, futures = list[weakref.ref[torch.Tensor]](), list[Any]()
+    sent, ended = list[weakref.ref[torch.Tensor]](), set[int]()
 
-    def isend(tensor: torch.Tensor, **_to: Any) -> dist.Work:
+    def isend(tensor: torch.Tensor, **_to: Any) -> Any:
         """Keeps the tensor until the work is waited for, as NCCL's process group does."""
-        futures.append(torch.futures.Future())
-        work = _KeepingWork(_create_work_from_future(futures[-1]), tensor)
+        number, kept = len(sent), [tensor]
         sent.append(weakref.ref(tensor))
-        return work  # type: ignore[return-value]
+        return SimpleNamespace(is_completed=lambda: number in ended, wait=lambda: not kept.clear())
 
     monkeypatch.setattr(dist, "isend", isend)
     sends = SendsInFlight()
     for _ in range(3):
         sends.start([SimpleNamespace(tensor=torch.zeros(4), group=None, group_peer=1)])  # type: ignore[list-item]
     assert [each() is not None for each in sent] == [True] * 3  # none has ended
-    futures[1].set_result([])
+    ended.add(1)
     sends.start([])
     assert [each() is not None for each in sent] == [True, False, True]
-    for each in (futures[0], futures[2]):
-        each.set_result([])
     sends.wait()
     assert [each() is not None for each in sent] == [False] * 3
-
-
-class _KeepingWork:
-    """A work of torch's that keeps a tensor until it is waited for."""
-
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
-        self.is_completed = work.is_completed
-
-    def wait(self) -> bool:
-        """Waits, and frees the tensor."""
-        del self._tensor
-        return self._work.wait()
 
 
 CODE = """
