@@ -81,10 +81,10 @@ def leaves_idle_experts(device: torch.device) -> bool:
 
 def zero_idle_experts(model: nn.Module) -> None:
     """Makes the experts that transformers computes by `grouped_mm` have exact gradients, in place, on any device."""
+    module: Any
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(module, "_is_expert_parallel") and config._experts_implementation == _TRANSFORMERS:
-            module.config = copy.copy(config)
+        if hasattr(module, "_is_expert_parallel") and module.config._experts_implementation == _TRANSFORMERS:
+            module.config = copy.copy(module.config)
             module.config._experts_implementation = _NAME
 
 

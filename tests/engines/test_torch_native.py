@@ -172,7 +172,7 @@ def test_a_sent_tensor_is_freed_once_its_send_has_ended_and_not_before(monkeypat
         """Keeps the tensor until the work is waited for, as NCCL's process group does."""
         number, kept = len(sent), [tensor]
         sent.append(weakref.ref(tensor))
-        return SimpleNamespace(is_completed=lambda: number in ended, wait=lambda: not kept.clear())
+        return SimpleNamespace(is_completed=lambda: number in ended, wait=lambda: bool(kept.pop().numel()))
 
     monkeypatch.setattr(dist, "isend", isend)
     sends = SendsInFlight()
