@@ -79,8 +79,10 @@ sweep-image: $(READY)  ## every line of the CPU image in a bare Debian, then dat
 	pytest -m sweep tests/k8s/test_image.py
 
 # needs no .venv, no network, and of packages only torch: what others are missing for is listed
+# the environment's Python where there is one, unless PYTHON is given
+gpu-check: GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 gpu-check:  ## on a machine with a GPU, ten minutes: GPU tests and speed, into docs/performance.md (PYTHON=, WHEELS=, ARGS=)
-	$(PYTHON) -m benchmarks.gpu --page docs/performance.md $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu --page docs/performance.md $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

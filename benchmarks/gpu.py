@@ -1,12 +1,13 @@
-"""Checks the project on one GPU: environment, GPU tests, speed. `make gpu-check` runs it on a bare machine.
+"""Checks the project on a machine with GPUs: environment, GPU tests, speed. `make gpu-check` runs it on a bare machine.
 
     python -m benchmarks.gpu [--minutes 10] [--only tests,1b-torch-*] [--profile] [--wheels DIR] [--tiny] ...
 
 It needs torch, but no network. If a package is missing or torch is too old, the report lists what is skipped. A row
 that runs out of memory or time is reported with its reason. Everything runs in processes with a time limit, the most
 important rows first, until the minutes are over. `--only` takes parts (environment, tests, speed) and shell patterns of
-row names (`--list` prints them). Results are a section of docs/performance.md, and JSON, logs and profiler traces in
-the folder of `--out`. `--tiny` runs the same steps on a CPU with a model of four layers.
+row names (`--list` prints them). Tests see all GPUs; a row uses the first, or all of them (`*-gpus`). Results are a
+section of docs/performance.md, and JSON, logs and profiler traces in the folder of `--out`. `--tiny` runs the same
+steps on a CPU with a model of four layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from benchmarks.gpu_check.cases import Row, rows, selected, sizes, tiny_sizes
 from benchmarks.gpu_check.page import append, section
-from benchmarks.gpu_check.process import ROOT, environment, install_wheels, missing_packages, run
+from benchmarks.gpu_check.process import ROOT, environment, install_wheels, missing_packages, on_one_gpu, run
 from benchmarks.gpu_check.tests import run_tests
 from benchmarks.harness import make_parser
 
@@ -30,6 +31,8 @@ ROW_LIMIT_S = 150.0
 """Time limit of a row: imports, compilation and steps."""
 LEAST_S = 20.0
 """Least seconds left for starting a row."""
+TINY_RANKS = 2
+"""Number of processes of a row on all GPUs, on a CPU."""
 TESTS_SHARE = 0.35
 """Largest share of the minutes for the tests, if rows are selected, too."""
 
@@ -62,7 +65,8 @@ def main() -> int:
             f"tests: {result['tests']['passed']} passed, {result['tests']['failed']} failed, {result['tests']['ended']}"
         )
     for row in chosen:
-        result["rows"].append(measure(row, arguments, deadline, env))
+        gpus = TINY_RANKS if arguments.tiny else result["machine"].get("devices", 1)
+        result["rows"].append(measure(row, arguments, deadline, env, gpus=gpus))
         save(result, work)
     save(result, work)
     if arguments.page:
@@ -108,9 +112,13 @@ def machine(work: Path, env: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def measure(row: Row, arguments: argparse.Namespace, deadline: float, env: dict[str, str]) -> dict[str, Any]:
-    """Measures a row; returns its result, or the reason why it has none."""
+def measure(
+    row: Row, arguments: argparse.Namespace, deadline: float, env: dict[str, str], *, gpus: int
+) -> dict[str, Any]:
+    """Measures a row, if it needs them on that many GPUs; returns its result, or the reason why it has none."""
     left, failed = deadline - time.monotonic(), {"name": row.name, "title": row.title, "attempts": []}
+    if row.on_all_gpus and gpus < 2:
+        return {**failed, "reason": "this machine has one GPU"}
     if left < LEAST_S:
         return {**failed, "reason": f"no time left of {arguments.minutes:g} minutes: --only {row.name}"}
     folder = arguments.out / "rows"
@@ -119,7 +127,9 @@ def measure(row: Row, arguments: argparse.Namespace, deadline: float, env: dict[
     trace = str(folder / f"{row.name}.trace.json.gz") if arguments.profile else None
     fields = {name: getattr(arguments, name) for name in ("tiny", "sequence", "steps", "warmup")}
     job.write_text(json.dumps({"row": asdict(row), "trace": trace, **fields}))
-    words, limit = [sys.executable, "-m", "benchmarks.gpu_check.measure", str(job), str(target)], min(left, ROW_LIMIT_S)
+    several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m"] if row.on_all_gpus else []
+    words = [sys.executable, "-m", *several, "benchmarks.gpu_check.measure", str(job), str(target)]
+    env, limit = env if row.on_all_gpus else on_one_gpu(env), min(left, ROW_LIMIT_S)
     start = time.monotonic()
     ended = run(words, log=folder / f"{row.name}.log", limit_s=limit, env=env)
     took = time.monotonic() - start

@@ -115,6 +115,11 @@ class Row:
         return f"{self.size}-{self.contestant}-{self.mode}"
 
     @property
+    def on_all_gpus(self) -> bool:
+        """Whether the row has a process on every GPU of the machine; the batch is multiplied by their number."""
+        return self.mode == "gpus"
+
+    @property
     def title(self) -> str:
         """Title of the row in the table."""
         return f"{self.size.upper()}, {TITLES[self.contestant]}, {MODES[self.mode]}"
@@ -125,6 +130,7 @@ MODES = {
     "eager": "bf16",
     "compiled": "bf16, compiled",
     "fp8": "fp8 tensorwise, compiled",
+    "gpus": "FSDP2 at stage 3 on all GPUs, tokens/s of each, bf16, compiled",
     "bf16-weights": "bf16 weights without fp32 masters, compiled",
 }
 """Modes. Ours have bf16 weights with fp32 masters. The Trainer's eager and compiled have fp32 weights under autocast,
@@ -141,6 +147,7 @@ _ORDER = (
     ("trainer", "eager"),
     ("deepspeed", "fp8"),
     ("deepspeed", "eager"),
+    ("torch", "gpus"),
 )
 """Row names, the most important first, since time may run out."""
 

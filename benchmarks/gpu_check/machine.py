@@ -51,6 +51,7 @@ def described() -> dict[str, Any]:
     device = torch.device("cuda" if cuda else "cpu")
     return {
         "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "devices": torch.cuda.device_count() if cuda else 0,
         "memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
         "capability": list(torch.cuda.get_device_capability(0)) if cuda else None,
         "driver": driver(),

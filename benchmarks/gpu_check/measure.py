@@ -1,7 +1,8 @@
 """Measures one row, in a separate process. `python -m benchmarks.gpu_check.measure ROW.json RESULT.json`
 
 ROW.json has the row and its steps. The largest micro-batch that fits is found by trial: halving from the largest that a
-lower bound of a sample's bytes allows, first without activation checkpointing and then with it on every layer.
+lower bound of a sample's bytes allows, first without activation checkpointing and then with it on every layer. On
+several GPUs, a process of torchrun for each, it is one sample, with activation checkpointing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 from benchmarks.gpu_check.cases import Row, Size, sizes, tiny_sizes
 from benchmarks.gpu_check.meter import Meter
+from pipeline.runtime.launch import detect
 
 _HELD_BYTES = 10
 """Least bytes per parameter of any contestant, from which the first micro-batch is computed."""
@@ -28,29 +31,38 @@ _HELD_BYTES = 10
 def main() -> None:
     """Writes the result, or the reason why there is no result."""
     job, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    row = Row(**job["row"])
+    row, launch = Row(**job["row"]), detect()
     size = (tiny_sizes() if job["tiny"] else sizes(job["sequence"]))[row.size]
+    size = replace(size, samples=size.samples * launch.world_size)
     attempts: list[str] = []
     try:
         found = measured(size, row, job, attempts)
     except Exception as error:  # a failure is the row's result
         traceback.print_exc()
+        if launch.world_size > 1:
+            raise  # other ranks wait for this one: torchrun ends them
         found = {"reason": reason(error)}
-    result.write_text(json.dumps({"name": row.name, "title": row.title, "attempts": attempts, **found}))
+    if launch.rank == 0:
+        result.write_text(json.dumps({"name": row.name, "title": row.title, "attempts": attempts, **found}))
 
 
 def measured(size: Size, row: Row, job: dict[str, Any], attempts: list[str]) -> dict[str, Any]:
     """Returns the first attempt that fits; adds the outcome of each other attempt to `attempts`."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    launch = detect()
+    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     contestant = module_of(row)
     trace = Path(job["trace"]) if job["trace"] else None
+    if trace is not None and launch.rank:
+        trace = trace.with_name(f"rank-{launch.rank}-{trace.name}")
     with contestant.opened(device):
-        for micro, checkpointing in plan(size, device):
+        for micro, checkpointing in plan(size, device) if launch.world_size == 1 else [(1, "full")]:
             meter = Meter(device, warmup=job["warmup"], steps=job["steps"], trace=trace)
             what = f"micro-batch {micro}, activation checkpointing {checkpointing}"
             outcome, built = attempt(contestant, size, row, meter, micro, checkpointing, device)
             if isinstance(outcome, float):
-                return numbers(size, meter, device, micro, checkpointing, outcome)
+                return numbers(size, meter, device, micro, checkpointing, outcome, ranks=launch.world_size)
             attempts.append(f"{what}: {outcome}")
             if not built:
                 return {"reason": f"out of memory before the first step: weights and optimizer do not fit ({outcome})"}
@@ -93,13 +105,13 @@ def attempt(
 
 
 def numbers(
-    size: Size, meter: Meter, device: torch.device, micro: int, checkpointing: str, loss: float
+    size: Size, meter: Meter, device: torch.device, micro: int, checkpointing: str, loss: float, *, ranks: int = 1
 ) -> dict[str, Any]:
-    """The result of a row: seconds, tokens per second, MFU by both definitions, bytes."""
+    """The result of a row: seconds, tokens per second of a device, MFU by both definitions, bytes."""
     from pipeline.runtime.metrics.mfu import mfu  # noqa: PLC0415  as in peak_rate
 
     seconds = meter.seconds()
-    rate = size.tokens_per_step / statistics.median(seconds)
+    rate = size.tokens_per_step / statistics.median(seconds) / ranks
     peak = peak_rate(device)
     allocated, reserved = meter.peak_bytes()
     full, causal = (size.flops_per_token(causal=each) for each in (False, True))

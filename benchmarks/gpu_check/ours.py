@@ -63,6 +63,9 @@ def config_of(size: Size, row: Row, *, micro: int, checkpointing: str) -> dict[s
         "compile": {"enabled": row.mode != "eager"},
         "run": {"dir": "unused", "steps": 1000},
     }
+    if row.on_all_gpus:
+        del config["compile"]  # a GPU compiles by default
+        config["zero_optimization"] = {"stage": 3}
     if row.contestant == "deepspeed":
         config["zero_optimization"] = {"stage": 1}
     if row.mode == "fp8":
@@ -74,7 +77,7 @@ def config_of(size: Size, row: Row, *, micro: int, checkpointing: str) -> dict[s
 
 @contextmanager
 def opened(device: torch.device) -> Iterator[None]:
-    """Opens the process group of one process, which DeepSpeed needs."""
+    """Opens the process group, which DeepSpeed needs even for one process."""
     with process_group(detect(), gpu=device.index), ordered_sdpa(device):
         yield
 
@@ -91,7 +94,10 @@ class Contestant:
     """
 
     def __init__(self, size: Size, row: Row, *, micro: int, checkpointing: str, device: torch.device) -> None:
-        run = resolve(parse(Config, config_of(size, row, micro=micro, checkpointing=checkpointing)), world_size=1)
+        run = resolve(
+            parse(Config, config_of(size, row, micro=micro, checkpointing=checkpointing)),
+            world_size=detect().world_size,
+        )
         self._size, self._run, self._device = size, run, device
         vocabulary = {"vocab_size": size.model["vocab_size"]}
         hf = resolve_hf_config(run.config.model, tokenizer=vocabulary, sequence_length=size.sequence)
@@ -119,8 +125,8 @@ class Contestant:
 
 
 def step_batch(size: Size, run: ResolvedRun, step: int, device: torch.device) -> StepBatch:
-    """A step's micro-batches, in page-locked memory where there is a GPU, as the loader gives them."""
-    rows = tokens(size, step)
+    """This rank's micro-batches of a step, in page-locked memory where there is a GPU, as the loader gives them."""
+    rows = tokens(size, step).chunk(run.topology.world_size)[detect().rank]
     whole = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
     micros = whole.split(run.batch.micro)
     pinned = [micro.pin_memory() for micro in micros] if device.type == "cuda" else micros

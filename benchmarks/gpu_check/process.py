@@ -71,19 +71,23 @@ def run(words: list[str], *, log: Path, limit_s: float, env: dict[str, str]) -> 
 
 
 def environment(site: Path | None, *, tiny: bool) -> dict[str, str]:
-    """The variables of all processes: no network, one GPU (none if tiny), an allocator with expandable segments."""
+    """The variables of all processes: no network, no GPU if tiny, an allocator with expandable segments."""
     paths = [str(ROOT), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "" if tiny else first,
+        **({"CUDA_VISIBLE_DEVICES": ""} if tiny else {}),
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "HEADRACE_GPU_TESTS_ON": "cpu" if tiny else "cuda",
     }
+
+
+def on_one_gpu(env: dict[str, str]) -> dict[str, str]:
+    """The same variables for a process that sees only the first GPU."""
+    return {**env, "CUDA_VISIBLE_DEVICES": env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def install_wheels(folder: Path, site: Path, *, log: Path, env: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.base import Engine, Objective
 from pipeline.engines.parallel.mesh import Mesh, build_mesh
 from pipeline.models.construction.initial_values import ParameterValues
+from pipeline.models.grouped_products import leaves_idle_experts, zero_idle_experts
 from pipeline.runtime.launch import Launch
 from pipeline.runtime.launch.device import has_gpu
 
@@ -34,6 +35,8 @@ def build_engine(
         device: this rank's device.
         mesh: this rank's coordinates and process groups, if they exist already.
     """
+    if device.type == "cuda" and leaves_idle_experts(device):
+        zero_idle_experts(model)
     mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
     if run.plain:
         from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415

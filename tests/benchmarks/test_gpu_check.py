@@ -18,7 +18,7 @@ from benchmarks.gpu_check import machine, measure
 from benchmarks.gpu_check.cases import Row, rows, selected, sizes, tiny_sizes
 from benchmarks.gpu_check.meter import Meter
 from benchmarks.gpu_check.page import append
-from benchmarks.gpu_check.process import environment, install_wheels, missing_packages, run
+from benchmarks.gpu_check.process import environment, install_wheels, missing_packages, on_one_gpu, run
 from benchmarks.gpu_check.tests import gpu_test_files
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.count import measure as count
@@ -47,7 +47,7 @@ def test_8b_has_the_published_flops_per_token() -> None:
 
 def test_only_selects_parts_and_rows() -> None:
     names = [row.name for row in rows(["1b", "8b"]) if selected(row.name, "speed", "tests,1b-torch-*")]
-    assert names == ["1b-torch-compiled", "1b-torch-fp8", "1b-torch-eager"]
+    assert names == ["1b-torch-compiled", "1b-torch-fp8", "1b-torch-eager", "1b-torch-gpus"]
     assert selected("tests", "tests", "tests,1b-torch-*")
     assert all(selected(row.name, "speed", "speed") for row in rows(["8b"]))
 
@@ -194,7 +194,7 @@ def test_a_run_is_appended_and_answers_its_lines(tmp_path: Path) -> None:
     # in CI without those files of GPU tests that take long: the session has them itself, too
     [
         pytest.param([], "test_attention", 4, marks=pytest.mark.integration, id="eager"),
-        pytest.param(["torch-compiled"], "", 11, marks=pytest.mark.sweep, id="all"),
+        pytest.param(["torch-compiled", "torch-gpus"], "", 11, marks=pytest.mark.sweep, id="all"),
     ],
 )
 def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
@@ -213,7 +213,9 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
     for name in (*compiled, "torch-eager", "deepspeed-eager", "trainer-eager"):
         row = found[f"tiny-{name}"]
         assert len(row["step_s"]) == 3, row
-        # ln 512 is 6.24; the same first weights and tokens for all, but the Trainer has no last target of a sample
+        assert row["samples"] == (8 if name == "torch-gpus" else 4)
+        # ln 512 is 6.24; the same first weights for all, and tokens (two processes have more), but the Trainer has no
+        # last target of a sample
         assert row["mean_loss"] == pytest.approx(found["tiny-torch-eager"]["mean_loss"], rel=2e-3)
         assert (tmp_path / "rows" / f"tiny-{name}.trace.json.gz").stat().st_size > 1000
     assert result["tests"]["failed"] == 0, result["tests"]
@@ -223,8 +225,29 @@ def test_the_whole_check_runs_on_a_cpu_with_tiny_sizes(
     assert "TINY, Hugging Face Trainer, bf16 | 4 x 64" in page.read_text()
 
 
-def test_processes_of_the_check_get_one_gpu_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_of_the_check_get_all_gpus_a_row_of_one_process_the_first_and_nothing_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     env = environment(None, tiny=False)
-    assert (env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"], env["HEADRACE_GPU_TESTS_ON"]) == ("3", "1", "cuda")
-    assert environment(None, tiny=True)["CUDA_VISIBLE_DEVICES"] == ""
+    assert (env["CUDA_VISIBLE_DEVICES"], env["HF_HUB_OFFLINE"], env["HEADRACE_GPU_TESTS_ON"]) == ("3,5", "1", "cuda")
+    assert on_one_gpu(env)["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert on_one_gpu(environment(None, tiny=False))["CUDA_VISIBLE_DEVICES"] == "0"
+    tiny = environment(None, tiny=True)
+    assert (tiny["CUDA_VISIBLE_DEVICES"], on_one_gpu(tiny)["CUDA_VISIBLE_DEVICES"]) == ("", "")
+
+
+def test_the_check_runs_with_the_environments_python_unless_another_is_given(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+
+    def command(*words: str) -> str:
+        make = ["env", "-u", "PYTHON", "make", "-n", "--no-print-directory", "-C", str(tmp_path), "gpu-check", *words]
+        return subprocess.run(make, capture_output=True, text=True, check=True).stdout.split()[0]
+
+    assert command() == "python3"
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert command() == ".venv/bin/python"
+    assert command("PYTHON=/opt/python3") == "/opt/python3"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING
 
+from pipeline.engines.parallel.architecture_trial import RandomValues
+from pipeline.engines.parallel.assemble import assemble
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
+from pipeline.engines.sizes.communicators import communicators
 from pipeline.engines.torch_native.fsdp_units import layer_units, prefetch_explicitly, units_of
+from pipeline.engines.torch_native.receive_buffers import SendsInFlight
+from pipeline.engines.torch_native.sharding import Sharding, shard_decoder
 from pipeline.models.construction.meta import build_meta
 from tests import warm
+from tests.engines.parallel.layouts import resolved
 from tests.support import output_of
 from tests.sweeps.families import tiny_fields
 
@@ -77,14 +86,69 @@ def test_the_stages_of_a_pipeline_have_a_unit_for_their_own_end_even_if_the_weig
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """A process group of two ranks whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def eight_ranks() -> Iterator[None]:
+    """A process group of eight ranks whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("two_ranks")
+def _groups() -> list[int]:
+    """Sizes of this rank's process groups, in the order in which they were made."""
+    return [dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map]
+
+
+@pytest.mark.usefixtures("eight_ranks")
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ({"zero_optimization": {"stage": 3}}, []),  # the default group is that of the data ranks
+        ({"parallel": {"pp": 2}, "zero_optimization": {"stage": 1}}, [2, 4]),
+        ({"parallel": {"hybrid_shard_size": 4}, "zero_optimization": {"stage": 3}}, [2, 4]),
+        ({"parallel": {"tp": 2, "cp": 2}, "zero_optimization": {"stage": 3}}, [4, 2, 2]),
+        ({"parallel": {"ep": 4, "pp": 2}, "zero_optimization": {"stage": 3}}, [2, 4, 2, 1, 4]),  # FSDP2 needs the 1
+        ({"parallel": {"ep": 2}, "zero_optimization": {"stage": 3}}, [4, 2]),
+        ({"parallel": {"pp": 8, "schedule": "interleaved_1f1b"}, "zero_optimization": {"stage": 1}}, [1, 8]),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, [4, 2]),
+    ],
+)
+def test_a_mesh_makes_no_group_of_one_rank_and_the_planner_counts_groups(
+    layout: dict[str, Any], sizes: list[int]
+) -> None:
+    run = resolved(world_size=8, gradient_accumulation_steps=8, **layout)
+    mesh = Mesh(run.topology, device_type="cpu", shard_size=run.shard_size)
+    if run.virtual_stages > 1:
+        mesh.link_groups()
+    if node := run.config.zero_optimization.zero_hpz_partition_size:
+        mesh.node_mesh(node)
+    assert _groups() == [8, *sizes]
+    assert communicators(run) == len(sizes)
+    assert mesh.data_mesh().size() == mesh.size("data")
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_pipeline_stages_with_different_numbers_of_layers_make_as_many_groups_for_hpz() -> None:
+    run = resolved(
+        world_size=8, parallel={"pp": 2}, zero_optimization={"stage": 3, "zero_hpz_partition_size": 2}, fp8={}
+    )
+    mesh, model, made = Mesh(run.topology, device_type="cpu"), _llama(tied=False), list[list[int]]()
+    sharding = Sharding(3, torch.float32, run.config.fp8, torch.float32, node=2)
+    for layers in ((0, 1), (1, 4)):
+        before = len(_groups())
+        local = assemble(run, model, mesh, stage=StageLayers(0, 2, layers, 1.0))
+        shard_decoder(
+            local, RandomValues(model), mesh, root=local.decoder, sharding=sharding, device=torch.device("cpu")
+        )
+        made.append(_groups()[before:])
+        for [layer] in layer_units(local.decoder.causal):
+            [group] = layer._get_fsdp_state()._fsdp_param_groups
+            assert group.post_forward_mesh_info.shard_mesh_size == 2
+            rows = [each.sharded_post_forward_size[0] / each.sharded_size[0] for each in group.fsdp_params]
+            assert set(rows) == {2.0}  # half of a weight, where a quarter is sharded
+    assert made == [[2, 2], [2, 2]]
+
+
+@pytest.mark.usefixtures("eight_ranks")
 @pytest.mark.parametrize(("kind", "gathered"), [("llama", False), ("gemma", False), ("inkling_text", True)])
 def test_an_embedding_is_gathered_for_the_backward_pass_where_more_than_its_weight_is_in_it(
     kind: str, gathered: bool
@@ -101,12 +165,33 @@ def test_an_embedding_is_gathered_for_the_backward_pass_where_more_than_its_weig
     assert embedding._get_fsdp_state()._fsdp_param_group.unshard_in_backward == gathered
 
 
+def test_a_sent_tensor_is_freed_once_its_send_has_ended_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, ended = list[weakref.ref[torch.Tensor]](), set[int]()
+
+    def isend(tensor: torch.Tensor, **_to: Any) -> Any:
+        """Keeps the tensor until the work is waited for, as NCCL's process group does."""
+        number, kept = len(sent), [tensor]
+        sent.append(weakref.ref(tensor))
+        return SimpleNamespace(is_completed=lambda: number in ended, wait=lambda: bool(kept.pop().numel()))
+
+    monkeypatch.setattr(dist, "isend", isend)
+    sends = SendsInFlight()
+    for _ in range(3):
+        sends.start([SimpleNamespace(tensor=torch.zeros(4), group=None, group_peer=1)])  # type: ignore[list-item]
+    assert [each() is not None for each in sent] == [True] * 3  # none has ended
+    ended.add(1)
+    sends.start([])
+    assert [each() is not None for each in sent] == [True, False, True]
+    sends.wait()
+    assert [each() is not None for each in sent] == [False] * 3
+
+
 CODE = """
 import sys
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
-from pipeline.engines.torch_native.receive_buffers import StageWithFewBuffers
+from pipeline.engines.torch_native.receive_buffers import SendsInFlight, StageWithFewBuffers
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.group import process_group
 
@@ -116,6 +201,8 @@ virtual = 2 if 'Interleaved' in name else 1
 def buffers(stages):
     infos = [each for stage in stages for of in (stage.args_recv_info, stage.grad_recv_info) for each in of.values()]
     return [info.buffer for each in infos for info in each if info.buffer is not None and not info.buffer.is_meta]
+
+sends = None if '1F1B' == name[-4:] and virtual == 1 else SendsInFlight()
 
 def gradients(kind):
     modules = []
@@ -128,6 +215,7 @@ def gradients(kind):
         first = sample.detach() if index == 0 else sample
         args = (module, index, 2 * virtual, torch.device('cpu'))
         stages.append(kind(*args, input_args=first, output_args=sample))
+        stages[-1].sends = sends
     def counted(receive):
         def count(index):
             operations = receive(index)
@@ -141,6 +229,9 @@ def gradients(kind):
     for step in range(2):
         inputs = torch.arange(64.0).view(16, 4) / 64 + step
         schedule.step(*([inputs] if launch.rank == 0 else []), target=torch.zeros(16, 4))
+        if sends is not None and kind is not PipelineStage:
+            assert len(sends._works) == micro_batches * (2 * virtual - 1), len(sends._works)  # gloo: none has ended
+            sends.wait()
     return [p.grad for module in modules for p in module.parameters()], len(buffers(stages))
 
 with process_group(launch, gpu=None, timeout_s=60.0):

@@ -15,6 +15,7 @@ from foundation.errors import ConfigError
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.engines.parallel import fp8
+from pipeline.engines.sizes.communicators import BYTES, PEER_BYTES, communicators
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.plan import command_plan
@@ -131,9 +132,21 @@ def test_the_phases_of_memory_are_the_formulas_and_what_they_do_not_count() -> N
     peaks = [peak_memory(found.run, footprint, pp_rank=rank).total for rank in range(4)]
     kinds = memory.phases[memory.phase]
     assert memory.pp_rank == peaks.index(max(peaks))
-    assert sum(kinds.values()) - kinds["fragmentation"] - kinds["context and NCCL"] == pytest.approx(max(peaks))
+    rest = sum(kinds[kind] for kind in ("fragmentation", "context and NCCL", "communicators"))
+    assert sum(kinds.values()) - rest == pytest.approx(max(peaks))
+    assert kinds["communicators"] == communicators(found.run) * BYTES[1]
     assert memory.peak.typical == pytest.approx(sum(kinds.values()))
     assert memory.peak.low < max(peaks) < memory.peak.high
+
+
+def test_communicators_of_gpus_take_memory_and_all_to_alls_more() -> None:
+    ulysses = ("parallel.cp=4", "parallel.cp_method=ulysses", "data.sequence_length=8192")
+    kinds = report("llama_8b_8gpu.json", *ulysses, processes=8).plan.memory.phases["loss"]
+    assert kinds["communicators"] == BYTES[1] + 3 * PEER_BYTES[1]  # the cp ranks; the data ranks are all ranks
+    assert "communicators" not in report("llama_8b_8gpu.json", processes=8).plan.memory.phases["loss"]
+    assert "communicators 2.0 GB" in "\n".join(lines(report("llama_8b_8gpu.json", *ulysses, processes=8)))
+    cpu = report("llama_8b_8gpu.json", *ulysses, machine="cpu", processes=8).plan.memory.phases["loss"]
+    assert "communicators" not in cpu
 
 
 def test_the_change_that_is_named_is_allowed_fits_and_is_faster() -> None:

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -39,6 +38,7 @@ from pipeline.engines.parallel.activation_checkpointing import restores_results
 from pipeline.engines.parallel.collectives import functional, host_sizes
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.grouped_products import grouped_product
 from pipeline.models.routers import has_experts
 
 NAME = "headrace_ep"
@@ -283,21 +283,6 @@ def _sorted(experts: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return order, inverse
-
-
-def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """Multiplies every row by its expert's matrix, in the dtype of both.
-
-    Args:
-        rows: [M, I], sorted by expert.
-        weight: [L, O, I], or [L, I, O] where `transposed`.
-        ends: int32 [L], index of the first row after each expert's rows.
-        transposed: whether the inputs are the weight's second dim.
-
-    Returns:
-        [M, O].
-    """
-    return F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
 
 
 def _product(module: Any, name: str, rows: Tensor, ends: Tensor, experts: Tensor) -> Tensor:

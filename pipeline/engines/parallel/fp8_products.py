@@ -34,6 +34,7 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.tensor import RowwiseLinear
+from pipeline.models.grouped_products import weight_gradient
 
 
 @torch._dynamo.allow_in_graph
@@ -131,8 +132,7 @@ class _GroupedProduct(torch.autograd.Function):
             matrices = weight if ctx.transposed else weight.mT
             to_rows = _scaled(gradient, matrices, ends, emulate=ctx.emulate, fast=False)
         if ctx.needs_input_grad[1]:
-            left, right = (rows, gradient) if ctx.transposed else (gradient, rows)
-            to_weight = F.grouped_mm(left.mT, right, offs=ends)
+            to_weight = weight_gradient(rows, gradient, ends, ctx.transposed)
         return to_rows, to_weight, None, None, None
 
 

@@ -7,11 +7,14 @@ over the `replicate` axis.
 With expert parallelism the ranks of a pipeline stage form a second mesh, (edp, ep), for the experts. The ranks of an ep
 group have different experts. The ranks of an edp group have the same experts, which are sharded and replicated over the
 group.
+
+An axis of size 1 is left out of the device meshes: `DeviceMesh` would make a group of one rank for it, and NCCL may
+take 512 MiB of a GPU's memory for such a group (NVIDIA/nccl#2363).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,10 +42,12 @@ class Mesh:
         data = topology.dp * topology.cp
         self._shard_size = shard_size or data
         assert data % self._shard_size == 0, (data, shard_size)
-        sizes = (topology.pp, data // self._shard_size, self._shard_size, topology.tp)
-        names = ("pp", "replicate", "shard", "tp")
-        self._device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        self._data = self._device_mesh["replicate", "shard"]._flatten("data")
+        sizes = {"pp": topology.pp, "replicate": data // self._shard_size, "shard": self._shard_size, "tp": topology.tp}
+        self._device_mesh = _mesh_of(sizes, device_type, always="shard")
+        sharded_alone = self._shard_size == data
+        self._data = (
+            self._device_mesh["shard"] if sharded_alone else self._device_mesh["replicate", "shard"]._flatten("data")
+        )
         self._experts = self._expert_mesh(device_type) if topology.ep > 1 else None
         # creating a group is collective over all ranks, members or not
         self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
@@ -94,24 +99,45 @@ class Mesh:
             return self._data
         return self._device_mesh["replicate", "shard"]
 
+    def node_mesh(self, ranks: int) -> DeviceMesh:
+        """Divides the data ranks, over all of which parameters are sharded, into groups of neighbours. Collective.
+
+        Args:
+            ranks: number of ranks of such a group (hpZ), a divisor of the number of data ranks.
+
+        Returns:
+            The 2-D mesh (group, rank within the group).
+        """
+        data = self.size("data")
+        assert self._shard_size == data, "hpZ and hybrid sharding exclude each other"
+        return self._data._unflatten(0, (data // ranks, ranks), ("across_nodes", "within_node"))
+
     def expert_sharding_mesh(self) -> DeviceMesh:
         """The device mesh for FSDP2 of the experts: ranks with the same experts, in the form of `sharding_mesh`."""
         assert self._experts is not None
-        axes = ("edp_replicate", "edp_shard")
-        return self._experts[axes] if self._experts[axes[0]].size() > 1 else self._experts[axes[1]]
+        names = self._experts.mesh_dim_names
+        assert names is not None
+        return self._experts["edp_replicate", "edp_shard"] if "edp_replicate" in names else self._experts["edp_shard"]
 
     def expert_groups(self) -> dict[str, dist.ProcessGroup]:
         """Returns this rank's groups along ep and edp, perhaps of one rank; for layouts without replicas of shards."""
         assert self._experts is not None
-        assert self._experts["edp_replicate"].size() == 1
+        assert "edp_replicate" not in (self._experts.mesh_dim_names or ())
         return {"ep": self._experts["ep"].get_group(), "edp": self._experts["edp_shard"].get_group()}
 
     def _expert_mesh(self, device_type: str) -> DeviceMesh:
         """Makes the mesh (pp, edp_replicate, edp_shard, ep); ep groups lie within replicas if anything is sharded."""
         topology, data = self.topology, self.size("data")
         replicas = topology.edp if self._shard_size == 1 else data // self._shard_size
-        sizes = (topology.pp, replicas, topology.edp // replicas, topology.ep)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "edp_replicate", "edp_shard", "ep"))
+        shards = topology.edp // replicas
+        sizes = {"pp": topology.pp, "edp_replicate": replicas, "edp_shard": shards, "ep": topology.ep}
+        return _mesh_of(sizes, device_type, always="edp_shard")
+
+
+def _mesh_of(sizes: Mapping[str, int], device_type: str, *, always: str) -> DeviceMesh:
+    """Makes the device mesh of all ranks with the axes that have several ranks, and `always`, which FSDP2 needs."""
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == always}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) -> Mesh | None:

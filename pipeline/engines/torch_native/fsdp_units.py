@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -95,6 +97,26 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     chain = [each for unit in reversed(units.ordered()) for each in _with_inner(unit)]
     for before, after in pairwise(chain):
         before.set_modules_to_backward_prefetch([after])
+
+
+def reshard_within_node(unit: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:
+    """Makes a unit's weights stay sharded over a group of neighbours after the forward pass (hpZ).
+
+    `fully_shard(reshard_after_forward=n)` of torch 2.13 makes a mesh of its own for every unit, so two process groups
+    per layer (pytorch/pytorch#153302): on NCCL more memory than hpZ may take. Stages of a pipeline with different
+    numbers of layers would also make different numbers of groups, which all ranks must make together.
+
+    Args:
+        unit: a unit sharded with `reshard_after_forward` True, before its first forward pass.
+        mesh: result of `Mesh.node_mesh`, the same for all units.
+    """
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    state: Any = _sharded(unit[0])._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        group.post_forward_mesh_info = info
+        for each in group.fsdp_params:
+            each.post_forward_mesh_info = info
+            each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
 
 
 def _with_inner(unit: tuple[nn.Module, ...]) -> list[FSDPModule]:

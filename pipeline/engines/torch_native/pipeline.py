@@ -38,7 +38,7 @@ from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.forward_backward import zero_sums
-from pipeline.engines.torch_native.receive_buffers import StageWithFewBuffers
+from pipeline.engines.torch_native.receive_buffers import SendsInFlight, StageWithFewBuffers
 
 
 class StageModule(nn.Module):
@@ -105,6 +105,7 @@ class PipelineSchedule:
         kind = run.config.parallel.schedule_kind
         assert not kind.splits_backward or run.config.zero_optimization.stage < 3, "see above"
         self._kind: Any = getattr(schedules, kind.torch)
+        self._sends = None if issubclass(self._kind, schedules.Schedule1F1B) else SendsInFlight()
         self._micro_batches, self._schedule = 0, cast(Any, None)
         shares = run.batch.shares
         self._prepare(run.batch.accumulation if shares is None else len(shares.sizes[mesh.coordinates["dp"]]))
@@ -133,6 +134,8 @@ class PipelineSchedule:
             self._schedule.step(*ids, target=torch.zeros(self._micro_batches, device=self._device))
         except RuntimeError as error:
             raise _own_error(error) from error
+        if self._sends is not None:
+            self._sends.wait()
         return sum((each for module in self._stage_modules for each in module.sums), zero_sums(objective, self._device))
 
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
@@ -180,7 +183,7 @@ class PipelineSchedule:
             output_args=torch.empty(1, device="meta", requires_grad=True) if stage.last else hidden,
             group=self._group,
         )
-        made.link_groups = self._link_groups
+        made.link_groups, made.sends = self._link_groups, self._sends
         return made
 
 

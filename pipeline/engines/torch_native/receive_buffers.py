@@ -1,9 +1,13 @@
-"""A pipeline stage with short-lived receive buffers, and with a separate group for messages to each neighbor.
+"""A pipeline stage with short-lived buffers of messages, and with a separate group for messages to each neighbor.
 
 For every micro-batch of a step, torch's stage has a buffer of hidden states and one of gradients, for the whole run: 14
 GB for the 120 micro-batches of DeepSeek-V3 on 16 stages. Schedules request receive operations just before starting
 them, which is when this stage makes a buffer; they take the tensor when it has arrived. Before and afterwards the
 buffer is on the meta device. So there are as many buffers as micro-batches in flight.
+
+A sent tensor lives as long as its send is not waited for: since torch 2.8, NCCL's process group keeps it until then
+(`TensorShelf` in ProcessGroupNCCL.hpp), and all schedules but 1F1B wait at the end of the step, when the tensors of all
+micro-batches have piled up. `SendsInFlight` frees each once it has arrived.
 """
 
 from __future__ import annotations
@@ -22,14 +26,41 @@ from pipeline.config.topology import link_of
 _META = torch.device("meta")
 
 
+class SendsInFlight:
+    """Starts sends, and frees each tensor when its send has ended. The host does not wait before `wait`."""
+
+    def __init__(self) -> None:
+        self._works: list[dist.Work] = []
+
+    def start(self, operations: Sequence[dist.P2POp]) -> None:
+        """Starts sends without waiting for them; frees the tensors of earlier sends that have ended."""
+        self._works = [work for work in self._works if not _freed(work)]
+        for each in operations:
+            work = dist.isend(each.tensor, group=each.group, group_dst=each.group_peer)
+            assert work is not None, "this rank is in the group"
+            self._works.append(work)
+
+    def wait(self) -> None:
+        """Waits for all sends: on a GPU the current stream does, on a CPU the host."""
+        while self._works:
+            self._works.pop(0).wait()
+
+
+def _freed(work: dist.Work) -> bool:
+    """Frees the tensor of a send if it has ended. gloo (torch 2.13) reports the end only to a process that waits."""
+    return work.is_completed() and bool(work.wait())
+
+
 class StageWithFewBuffers(PipelineStage):
     """`PipelineStage` with buffers only for messages in flight; has the same arguments.
 
     Attributes:
         link_groups: groups of the same ranks by the number of a link (`topology.link_of`); else the stage's group.
+        sends: starts the stage's sends; None for 1F1B, which starts some sends and receives as one operation.
     """
 
     link_groups: Sequence[dist.ProcessGroup] = ()
+    sends: SendsInFlight | None = None
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._buffers_on_meta():
@@ -51,12 +82,18 @@ class StageWithFewBuffers(PipelineStage):
         return self._in_link_groups(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Makes the operations that send a micro-batch's hidden states."""
-        return self._in_link_groups(super().get_fwd_send_ops(fwd_chunk_id))
+        """Makes the operations that send a micro-batch's hidden states; starts them and returns none with `sends`."""
+        return self._started(self._in_link_groups(super().get_fwd_send_ops(fwd_chunk_id)))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Makes the operations that send a micro-batch's gradients."""
-        return self._in_link_groups(super().get_bwd_send_ops(bwd_chunk_id))
+        """Makes the operations that send a micro-batch's gradients; starts them and returns none with `sends`."""
+        return self._started(self._in_link_groups(super().get_bwd_send_ops(bwd_chunk_id)))
+
+    def _started(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self.sends is None:
+            return operations
+        self.sends.start(operations)
+        return []
 
     def _in_link_groups(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Assigns operations to their links' groups, with contiguous tensors: NCCL sends by pointer and warns."""

@@ -32,7 +32,13 @@ from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.torch_native.fp8_gather import gather_in_fp8, unwrapped, wrapped_like
-from pipeline.engines.torch_native.fsdp_units import Units, prefetch_explicitly, sharded_modules, units_of
+from pipeline.engines.torch_native.fsdp_units import (
+    Units,
+    prefetch_explicitly,
+    reshard_within_node,
+    sharded_modules,
+    units_of,
+)
 from pipeline.models.construction.buffers import fill_buffers
 from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.models.construction.rectangle import Rectangle
@@ -102,11 +108,9 @@ class Sharding:
     reduce_dtype: torch.dtype
     node: int | None
 
-    def reshard_after_forward(self, unit: tuple[nn.Module, ...], units: Units) -> bool | int:
-        """Decides whether, or over how many ranks, a unit's weights are sharded again after its forward pass."""
-        if self.stage < 3 or unit is units.end:  # the head's backward pass directly follows its forward pass
-            return False
-        return self.node or True if unit in units.layers else True
+    def reshard_after_forward(self, unit: tuple[nn.Module, ...], units: Units) -> bool:
+        """Decides whether a unit's weights are sharded again after its forward pass."""
+        return self.stage == 3 and unit is not units.end  # the head's backward pass directly follows its forward pass
 
     def policy(self) -> MixedPrecisionPolicy:
         """Returns FSDP2's mixed precision policy."""
@@ -152,6 +156,10 @@ def shard_decoder(
         modules: Any = list(unit) if len(unit) > 1 else unit[0]
         fully_shard(modules, reshard_after_forward=sharding.reshard_after_forward(unit, units), **options)
     fully_shard(root, reshard_after_forward=False, **options)
+    if sharding.node is not None:
+        node_mesh = mesh.node_mesh(sharding.node)
+        for unit in units.layers:
+            reshard_within_node(unit, node_mesh)
     prefetch_explicitly(root, units)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)

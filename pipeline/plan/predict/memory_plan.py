@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.engines.sizes.communicators import communicator_bytes
 from pipeline.engines.sizes.memory import KINDS, Bytes, host_memory, phases
 from pipeline.plan.predict.host_plan import HostPlan, host_plan
 from pipeline.plan.predict.interval import Interval
@@ -24,7 +25,8 @@ class MemoryPlan:
 
     Attributes:
         pp_rank: pipeline rank that needs most.
-        phases: phase -> kind -> bytes; "fragmentation" and "context and NCCL" are kinds beside those of tensors.
+        phases: phase -> kind -> bytes; "fragmentation", "context and NCCL" and on GPUs "communicators" (more of NCCL's)
+            are kinds beside those of tensors.
         peak: bytes of the phase that needs most.
         phase: name of the phase that needs most.
         device: bytes of a device's memory.
@@ -70,10 +72,10 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
     footprint = costs.shares(run).footprint
     by_rank = [phases(run, footprint, pp_rank=rank, cpu=not machine.gpu) for rank in range(run.topology.pp)]
     worst = max(range(len(by_rank)), key=lambda rank: max(each.total for each in by_rank[rank].values()))
-    shown = {name: _kinds(each, machine) for name, each in by_rank[worst].items()}
+    shown = {name: _kinds(each, run, machine) for name, each in by_rank[worst].items()}
     phase = max(shown, key=lambda name: sum(shown[name].values()))
     host, node = host_memory(run, footprint, pp_rank=worst), host_plan(run, footprint, machine)
-    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], machine), phase, machine.memory.bytes, node, host)
+    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], run, machine), phase, machine.memory.bytes, node, host)
 
 
 def host_fits(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> bool:
@@ -85,23 +87,29 @@ def typical_peak(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> float
     """The typical peak in bytes, without the rest of the plan: quicker than `memory_plan`."""
     footprint = costs.shares(run).footprint
     return max(
-        _with_overhead(each, machine, end=1)
+        _with_overhead(each, run, machine, end=1)
         for rank in range(run.topology.pp)
         for each in phases(run, footprint, pp_rank=rank, cpu=not machine.gpu).values()
     )
 
 
-def _kinds(each: Bytes, machine: Machine) -> dict[str, float]:
+def _kinds(each: Bytes, run: ResolvedRun, machine: Machine) -> dict[str, float]:
     fragments = machine.overhead.fragmentation[1] * (each.activations + each.logits)
     kinds = {LABELS.get(kind, kind): float(getattr(each, kind)) for kind in KINDS}
-    return {**kinds, "fragmentation": fragments, "context and NCCL": machine.overhead.bytes[1]}
+    more = {"communicators": size} if (size := _communicators(run, machine, end=1)) else {}
+    return {**kinds, "fragmentation": fragments, "context and NCCL": machine.overhead.bytes[1], **more}
 
 
-def _peak(each: Bytes, machine: Machine) -> Interval:
-    low, typical, high = (_with_overhead(each, machine, end=end) for end in range(3))
+def _peak(each: Bytes, run: ResolvedRun, machine: Machine) -> Interval:
+    low, typical, high = (_with_overhead(each, run, machine, end=end) for end in range(3))
     return Interval(low - FORMULA_ERROR * each.total, typical, high + FORMULA_ERROR * each.total)
 
 
-def _with_overhead(each: Bytes, machine: Machine, *, end: int) -> float:
+def _with_overhead(each: Bytes, run: ResolvedRun, machine: Machine, *, end: int) -> float:
     overhead = machine.overhead
-    return each.total + overhead.fragmentation[end] * (each.activations + each.logits) + overhead.bytes[end]
+    fragments = overhead.fragmentation[end] * (each.activations + each.logits)
+    return each.total + fragments + overhead.bytes[end] + _communicators(run, machine, end=end)
+
+
+def _communicators(run: ResolvedRun, machine: Machine, *, end: int) -> float:
+    return communicator_bytes(run, per_node=machine.devices_per_node, end=end) if machine.gpu else 0.0

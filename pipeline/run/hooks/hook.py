@@ -60,7 +60,7 @@ class StepNumbers:
         result: loss, gradient norm and outcome of the step, the same on all ranks.
         begun: number of the step that was begun last: this step or the next.
         parts: values for the step's row, about parts of the loss.
-        memory: peak memory in bytes by name (`PeakMemory`), the largest of all ranks.
+        memory: peak memory in bytes, and retries, by name (`PeakMemory`), the largest of all ranks.
         cost: time and speed of the step; set by the hook `step_time`.
         graphs: number of graphs compiled since the previous step.
     """

@@ -40,9 +40,18 @@ def has_gpu(config: LaunchSection | None) -> bool:
 
 
 def set_up_allocator(*, gpu: bool) -> list[str]:
-    """Sets the allocator's environment variables, before the GPU is used; returns a line for people if it did."""
+    """Sets up the GPU's allocator, before it is used; returns a line for people if it did.
+
+    The environment variable is for child processes; this process has imported torch, whose CUDA library has read the
+    variable already (`CUDAAllocatorConfig::instance`, which the allocator's static initialization calls).
+    """
     chosen = allocator_defaults(os.environ) if gpu else {}
     os.environ.update(chosen)
+    if chosen:
+        import torch  # noqa: PLC0415  so that `detect` needs no torch
+
+        for settings in chosen.values():
+            torch._C._accelerator_setAllocatorSettings(settings)
     return [f"{name}={value} (set {name} yourself to change it)" for name, value in chosen.items()]
 
 

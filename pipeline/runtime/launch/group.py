@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foundation.errors import ConfigError, TrainingError
 from pipeline.config.sections.run import LaunchSection
 from pipeline.runtime.launch.environment import Launch
-from pipeline.runtime.launch.gpu_environment import flight_recorder_defaults, host_group_defaults
+from pipeline.runtime.launch.gpu_environment import compiler_defaults, flight_recorder_defaults, host_group_defaults
 from pipeline.runtime.launch.missing_ranks import UnreachableError, deadline
 from pipeline.runtime.launch.rank_devices import rank_device
 from pipeline.runtime.launch.rendezvous import RUN_FINISHED, RUN_STOPPED, Rendezvous, store_call
@@ -57,6 +58,7 @@ def process_group(
     if gpu is not None:
         os.environ.update(host_group_defaults(os.environ))
     rendezvous, store = open_rendezvous(launch, config.timeout, device=rank_device(backend, gpu))
+    _share_cores(rendezvous.ranks_here)
     _connect(backend, rendezvous, store, gpu=gpu)
     try:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
@@ -104,6 +106,16 @@ def _connect(backend: str, rendezvous: Rendezvous, store: PrefixStore, *, gpu: i
             f"  try: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that the hosts share, and"
             f" open all ports between them in their firewalls"
         )
+
+
+def _share_cores(ranks: int) -> None:
+    """Limits Inductor's worker processes, in its config too if it has been imported; `ranks` are those of this host."""
+    allowed = len(os.sched_getaffinity(0))
+    chosen = compiler_defaults(os.environ, ranks=ranks, cores=os.cpu_count() or allowed, allowed=allowed)
+    os.environ.update(chosen)
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    for workers in chosen.values() if inductor is not None else ():
+        inductor.compile_threads = int(workers)
 
 
 def _list_ranks() -> None:

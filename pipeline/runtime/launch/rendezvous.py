@@ -29,6 +29,7 @@ class Rendezvous:
         store: key-value store in rank 0's process, or in torchrun's.
         timeout_s: seconds for which ranks wait for each other at the start.
         rank_zero_host: rank 0's host name, for messages about a store that does not answer.
+        ranks_here: number of ranks on this rank's host.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Rendezvous:
     store: Store
     timeout_s: float
     rank_zero_host: str = "?"
+    ranks_here: int = 1
 
     @property
     def ranks(self) -> range:

@@ -64,13 +64,15 @@ def open_rendezvous(
     try:
         with exit_after(timeout_s + EXTRA_S, lambda: _no_answer(launch, timeout_s)):
             flags.set(f"host/{launch.rank}", socket.gethostname())
+            flags.add(f"ranks_on/{socket.gethostname()}", 1)
             if device is not None:
                 register(flags, launch.rank, device)
             mark(flags, "joined", launch.rank)
             if flags.add("arrived", 1) == launch.world_size:
                 flags.set("complete", "1")
             flags.wait(["complete"], timedelta(seconds=timeout_s))
-            rendezvous = replace(rendezvous, rank_zero_host=flags.get("host/0").decode())
+            here = flags.add(f"ranks_on/{socket.gethostname()}", 0)
+            rendezvous = replace(rendezvous, rank_zero_host=flags.get("host/0").decode(), ranks_here=here)
             check_devices(rendezvous)
             return rendezvous, store
     except RuntimeError:

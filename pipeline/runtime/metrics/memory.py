@@ -1,4 +1,8 @@
-"""Peak memory of a rank since it began: on a GPU from torch's caching allocator, on the CPU of the process."""
+"""Peak memory of a rank since it began: on a GPU from torch's caching allocator, on the CPU of the process.
+
+A GPU's allocator that finds no memory frees all that it has kept, waiting for the device, and tries again: every such
+retry slows a step down, and an error of memory is near.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,35 @@ from pathlib import Path
 import torch
 
 _GIB = 1 << 30
+_STATISTICS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
 _RESIDENT_PEAK = re.compile(rb"VmHWM:\s*(\d+) kB")
 
 
 class PeakMemory:
-    """Reads a rank's peak memory, in bytes, without waiting for the device.
+    """Reads a rank's peak memory, in bytes, and its allocator's retries, without waiting for the device.
 
     Args:
         device: this rank's device.
 
     Attributes:
         names: names of the values in rows of metrics; all are peaks since the process began. On a GPU `allocated` is
-            the memory of tensors, and `reserved` the memory that torch has taken from the device. On a CPU `resident`
-            includes memory-mapped token files.
+            the memory of tensors, and `reserved` the memory that torch has taken from the device; `allocator_retries`
+            is the number of retries. On a CPU `resident` includes memory-mapped token files.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        gpu = ("memory_allocated_bytes", "memory_reserved_bytes")
+        gpu = ("memory_allocated_bytes", "memory_reserved_bytes", "allocator_retries")
         self.names = gpu if device.type == "cuda" else ("memory_resident_bytes",)
 
     def read(self) -> list[int]:
-        """Returns the peaks so far, in the order of `names`."""
+        """Returns the peaks, and the number of retries, so far; in the order of `names`."""
         if self._device.type != "cuda":
             return [resident_peak()]
         stats = torch.cuda.memory_stats(self._device)
-        return [stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)]
+        return [
+            stats.get(key, 0) for key in ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
+        ]
 
 
 def resident_peak() -> int:

@@ -22,7 +22,7 @@ class StepCost:
         data_wait_seconds: part of `seconds` spent waiting for the batch.
         tokens_per_second: tokens per second over all ranks.
         mfu: model FLOPs utilization, a fraction; None where the device's peak is not known.
-        memory: peak memory in bytes by name (`PeakMemory`), the largest of all ranks.
+        memory: peak memory in bytes, and retries, by name (`PeakMemory`), the largest of all ranks.
     """
 
     seconds: float

@@ -21,14 +21,17 @@ from pipeline.engines.parallel.experts import (
     NAME,
     AllToAll,
     apply_expert_parallel,
+    attach_exchange,
     check_expert_parallel,
     exchanges,
     expert_modules,
 )
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.traffic import TrafficLayout, expert_exchanges
+from pipeline.models import grouped_products
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
+from pipeline.models.grouped_products import zero_idle_experts
 from tests.engines.parallel.layouts import resolved
 from tests.engines.parallel.ranks import WORLD, Ranks, group_of
 
@@ -221,3 +224,58 @@ def test_the_config_that_other_models_share_stays_as_it_is() -> None:
     apply_expert_parallel(model, None, names={})
     assert len(exchanges(model)) == 1
     assert model.config._experts_implementation != NAME
+
+
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `grouped_mm` as on Blackwell: the product of a group without rows is not written (pytorch#172439)."""
+    product = torch.nn.functional.grouped_mm
+
+    class Unwritten(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+            ctx.save_for_backward(left, right, offs)
+            found = product(left, right, offs=offs)
+            idle = offs.diff(prepend=offs.new_zeros(1)) == 0
+            return found.masked_fill(idle[:, None, None], torch.nan) if right.ndim == 2 else found
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+            left, right, offs = ctx.saved_tensors
+            to_right = Unwritten.apply(left.mT, grads[0], offs)
+            return product(grads[0], right.mT, offs=offs), to_right, None
+
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda left, right, *, offs: Unwritten.apply(left, right, offs)
+    )
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our exchange", "transformers"])
+def test_gradients_of_experts_without_rows_are_zero_where_the_kernel_leaves_them(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unwritten(monkeypatch)
+
+    def gradients(*, exact: bool) -> list[Tensor]:
+        module = layer(None)
+        if ours:
+            attach_exchange(module, "experts", None)
+        elif exact:
+            zero_idle_experts(module)
+        chosen = torch.tensor([[0, 5], [5, 6], [0, 6]])
+        module(torch.ones(3, D), chosen, torch.full((3, K), 0.5)).square().sum().backward()
+        return [module.gate_up_proj.grad, module.down_proj.grad]
+
+    used = torch.zeros(E, dtype=torch.bool).scatter(0, torch.tensor([0, 5, 6]), True)
+    for each in gradients(exact=True):
+        assert (each[~used] == 0).all()
+        assert (each[used] != 0).any(-1).any(-1).all()
+    monkeypatch.setattr(grouped_products, "leaves_idle_experts", lambda _device: False)
+    assert all(each[~used].isnan().all() for each in gradients(exact=False))  # the kernel's own
+
+
+def test_exact_gradients_of_idle_experts_are_part_of_a_compiled_graph() -> None:
+    module = layer(None)
+    zero_idle_experts(module)
+    arguments = torch.ones(3, D), torch.tensor([[0, 5], [5, 6], [0, 6]]), torch.full((3, K), 0.5)
+    compiled = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), module(*arguments))

@@ -17,9 +17,10 @@ from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel import experts, fp8
 from pipeline.engines.parallel.architecture_trial import check_architecture
 from pipeline.engines.parallel.assemble import assemble
-from pipeline.engines.parallel.experts import exchanges, grouped_product
+from pipeline.engines.parallel.experts import exchanges
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
+from pipeline.models.grouped_products import grouped_product
 from pipeline.models.hf_config import resolve_hf_config
 from tests.engines.layout_worker import LENGTH, VOCABULARY, first_states, make_engine, resolved, step_batch
 

@@ -18,6 +18,7 @@ from pipeline.engines.parallel.activation_checkpointing import restores_results
 from pipeline.engines.parallel.collectives import functional
 from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
+from pipeline.models.grouped_products import grouped_product
 from tests.engines.comparison import EXPERTS
 from tests.engines.layout_cells import DEEPSEEK
 from tests.engines.layout_worker import first_states, make_engine, resolved, step_batch
@@ -245,7 +246,7 @@ def failed(_rank: int, failing: str) -> tuple[str, list[str], int]:
         calls.append(args)
         if failing == "forward" and len(calls) > MICRO_BATCHES:  # two products of each layer and micro-batch
             fail()
-        found = experts.grouped_product(*args)
+        found = grouped_product(*args)
         if failing == "backward":
             found.register_hook(fail)
         return found

@@ -236,6 +236,7 @@ def groups_of_neighbours(rank: int, schedule: str, virtual: int) -> tuple[str, s
     modules = [StageModule(nn.Linear(1, 1), each) for each in of_rank]  # type: ignore[arg-type]
     made = PipelineSchedule(run, modules, mesh, hidden_size=1, device=torch.device("cpu"))._schedule
     stage = made._stage if virtual == 1 else made._stages[0]
+    assert (stage.sends is None) == (schedule == "1f1b")  # which starts sends and receives as one operation
     strided = torch.arange(6.0).view(2, 3).T
     following = dist.P2POp(dist.isend, strided, group=stage.group, group_peer=(rank + 1) % WORLD)
     before = dist.P2POp(dist.irecv, torch.empty(6), group=stage.group, group_peer=(rank - 1) % WORLD)

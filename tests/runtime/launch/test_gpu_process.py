@@ -35,8 +35,15 @@ from pipeline.runtime.launch.device import (
     set_up_allocator,
 )
 from pipeline.runtime.launch.environment import SINGLE_PROCESS
-from pipeline.runtime.launch.gpu_environment import allocator_defaults, flight_recorder_defaults, host_group_defaults
+from pipeline.runtime.launch.gpu_environment import (
+    allocator_defaults,
+    compiler_defaults,
+    flight_recorder_defaults,
+    host_group_defaults,
+)
+from tests import warm
 from tests.conftest import ROOT
+from tests.support import output_of
 
 GPU = "0000:dc:00.0"
 
@@ -279,10 +286,39 @@ def test_the_allocators_setting_is_made_on_a_gpu_only_and_said_once(monkeypatch:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    settings: Any = torch._C
+    settings._accelerator_setAllocatorSettings("expandable_segments:False")  # as if torch had read no variable
     assert set_up_allocator(gpu=False) == []
+    assert settings._accelerator_getAllocatorSettings() == "expandable_segments:False"
     [line] = set_up_allocator(gpu=True)
     assert line.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert settings._accelerator_getAllocatorSettings() == "expandable_segments:True"
     assert set_up_allocator(gpu=True) == []
+    settings._accelerator_setAllocatorSettings("expandable_segments:False")  # torch's default, for other tests
+
+
+def test_inductors_workers_are_a_ranks_share_of_the_cores_unless_the_user_has_set_them() -> None:
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    assert compiler_defaults({}, ranks=8, cores=208, allowed=104) == {name: "26"}
+    assert compiler_defaults({}, ranks=8, cores=208, allowed=13) == {name: "13"}  # bound by the launcher
+    assert compiler_defaults({}, ranks=1, cores=208, allowed=208) == {name: "32"}
+    assert compiler_defaults({}, ranks=8, cores=4, allowed=4) == {name: "1"}
+    assert compiler_defaults({name: "5"}, ranks=8, cores=208, allowed=208) == {}
+
+
+def test_ranks_of_one_host_share_its_cores_also_if_inductor_was_imported_before() -> None:
+    code = """
+import os, torch._inductor.config as inductor
+from pipeline.runtime.launch import detect
+from pipeline.runtime.launch.group import process_group
+os.cpu_count = lambda: 12
+os.sched_getaffinity = lambda _process: set(range(12))
+inductor.compile_threads = 12
+with process_group(detect(), gpu=None, timeout_s=60.0) as rendezvous:
+    print("workers", rendezvous.ranks_here, inductor.compile_threads, os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
+"""
+    said = output_of(warm.run("-c", code, processes=2, merged=True))
+    assert said.count("workers 2 6 6") == 2, said
 
 
 def sysfs(root: Path, node: str, cores: str = "0-1,8") -> Path:

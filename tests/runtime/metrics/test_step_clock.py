@@ -96,12 +96,13 @@ def test_a_run_has_its_costs_in_every_row_and_profiles_the_steps_asked_for(token
     assert [path.name for path in trace.parent.iterdir()] == [trace.name]
 
 
-def test_the_peaks_of_a_gpu_are_those_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {"allocated_bytes.all.peak": 7 << 30, "reserved_bytes.all.peak": 9 << 30}
+def test_the_peaks_and_retries_of_a_gpu_are_those_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.peak": 7 << 30, "reserved_bytes.all.peak": 9 << 30, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: stats)
     meter = PeakMemory(torch.device("cuda", 0))
     values = dict(zip(meter.names, meter.read(), strict=True))
-    assert values == {"memory_allocated_bytes": 7 << 30, "memory_reserved_bytes": 9 << 30}
+    peaks = {"memory_allocated_bytes": 7 << 30, "memory_reserved_bytes": 9 << 30}
+    assert values == peaks | {"allocator_retries": 2}
     assert show_memory(values) == "mem 7.0 GiB (9.0 reserved)"
 
 
@@ -124,6 +125,7 @@ def test_on_a_gpu_rows_have_its_memory_and_a_profile_has_kernels_and_a_snapshot(
     said = launch("train.py", write_config(tmp_path / "c.json", config))
     for row in read_rows(tmp_path / "run", kind="step"):
         assert 0 < row["memory_allocated_bytes"] <= row["memory_reserved_bytes"]
+        assert row["allocator_retries"] == 0
     folder = tmp_path / "run/profile"
     snapshot = pickle.loads((folder / "steps-7-8-rank-0.memory.pickle").read_bytes())
     assert snapshot["device_traces"][0]
