@@ -136,7 +136,7 @@ def _make_all(
             report.add(check, Finding(None, f"skipped, because {because}"))
             stopped[check.name] = because
             continue
-        if check.place != "node":
+        if check.name != GPUS:
             processes = processes or _ON_CPU
             _check_layout(options, processes * len(nodes.addresses))
         work = options.out / "work" / check.name.replace(" ", "-")

@@ -21,16 +21,16 @@ def _check(
 
 _RANKS = (GPUS, "connection")
 """Checks without which ranks would only wait for each other."""
-_TRAINING = (*_RANKS, "limits", "compilers")
+_TRAINING = (*_RANKS, "compilers", "config")
 """Checks without which a training would end in its first minute."""
 
 CHECKS = (
     _check(GPUS, "driver against torch's CUDA, number of GPUs, MIG, twins", "gpus", needs=()),
-    _check("gpu health", "NVLink, ECC, persistence mode", "gpu_health", needs=()),
-    _check("limits", "locked memory, /dev/shm, space of the run's directory", "limits", needs=()),
-    _check("nodes", "memory, file system, device, links and clocks of all nodes", "nodes", limit_s=90.0, needs=()),
-    _check("versions", "torch, CUDA, driver, NCCL, DeepSpeed: the same on all nodes", "versions", needs=()),
-    _check("compilers", "C compiler, Python.h, a Triton and an Inductor kernel", "compilers", limit_s=120.0),
+    _check("machine", "NVLink, persistence mode, locked memory, ninja", "machine", needs=()),
+    _check("nodes", "memory, disks, ECC, device, links and clocks", "nodes", limit_s=90.0, needs=()),
+    _check("versions", "torch, CUDA, driver, NCCL, DeepSpeed: equal on all nodes", "versions", needs=()),
+    _check("compilers", "C compiler, Python.h, a Triton or C++ kernel of Inductor", "compilers", limit_s=120.0),
+    _check("config", "data, model, features and space that the config needs", "config", limit_s=120.0),
     _check("connection", "eager connection of all ranks and of the config's splits", "ranks_connection", "ranks"),
     _check("bandwidth", "bandwidth of the collectives, the slow pair", "ranks_bandwidth", "ranks", needs=_RANKS),
     _check("attention", "ring and Ulysses attention against one rank", "ranks_attention", "ranks", needs=_RANKS),
