@@ -50,7 +50,7 @@ class DoctorNodes:
         module = [sys.executable, "-m", "headrace.doctor.agent", f"{self.own}:{port}"]
         kept = {name: value for name, value in os.environ.items() if not self.slurm or name not in _DROPPED}
         command = [*_srun(list(self.addresses), os.environ), *module] if self.slurm else [*module, *self.addresses]
-        options = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr.fileno(), "start_new_session": True}
+        options = {"stdin": subprocess.DEVNULL, "stdout": 2, "start_new_session": True}
         return [subprocess.Popen(command, env={**kept, **environ}, **options)]  # type: ignore[call-overload]
 
 

@@ -108,6 +108,8 @@ def diagnose(checks: Sequence[Check], options: DoctorOptions, nodes: DoctorNodes
         ConfigError: the config cannot run on so many ranks.
         TrainingError: the agent of a node does not start.
     """
+    if options.processes and options.config is not None:
+        resolve(load_config(options.config, options.overrides), world_size=options.processes * len(nodes.addresses))
     for name in ("work", "logs"):
         with suppress(FileNotFoundError):
             shutil.rmtree(options.out / name)
@@ -138,7 +140,6 @@ def _make_all(
             continue
         if check.name != GPUS:
             processes = processes or _ON_CPU
-            _check_layout(options, processes * len(nodes.addresses))
         work = options.out / "work" / check.name.replace(" ", "-")
         work.mkdir()
         context = Context(
@@ -179,12 +180,6 @@ def _check_arguments(arguments: argparse.Namespace, config: Path | None) -> None
         load_config(config, arguments.overrides)
     elif arguments.overrides:
         raise ConfigError("--set", arguments.overrides[0], why="there is no config", remedy="give --config FILE, too")
-
-
-def _check_layout(options: DoctorOptions, world_size: int) -> None:
-    """Raises ConfigError if the config cannot run on so many ranks."""
-    if options.config is not None:
-        resolve(load_config(options.config, options.overrides), world_size=world_size)
 
 
 @contextmanager

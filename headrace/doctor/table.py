@@ -19,9 +19,9 @@ def _check(
     return Check(name, text, f"{_HERE}{module}", place, limit_s, needs)
 
 
-_RANKS = (GPUS, "connection")
+_RANKS = (GPUS, "config", "connection")
 """Checks without which ranks would only wait for each other."""
-_TRAINING = (*_RANKS, "compilers", "config")
+_TRAINING = (*_RANKS, "compilers")
 """Checks without which a training would end in its first minute."""
 
 CHECKS = (
@@ -31,7 +31,13 @@ CHECKS = (
     _check("versions", "torch, CUDA, driver, NCCL, DeepSpeed: equal on all nodes", "versions", needs=()),
     _check("compilers", "C compiler, Python.h, a Triton or C++ kernel of Inductor", "compilers", limit_s=120.0),
     _check("config", "data, model, features and space that the config needs", "config", limit_s=120.0),
-    _check("connection", "eager connection of all ranks and of the config's splits", "ranks_connection", "ranks"),
+    _check(
+        "connection",
+        "eager connection of all ranks and of the config's splits",
+        "ranks_connection",
+        "ranks",
+        needs=_RANKS[:2],
+    ),
     _check("bandwidth", "bandwidth of the collectives, the slow pair", "ranks_bandwidth", "ranks", needs=_RANKS),
     _check("attention", "ring and Ulysses attention against one rank", "ranks_attention", "ranks", needs=_RANKS),
     _check(

@@ -13,6 +13,7 @@ from foundation.gpu_drivers import driver_version, promised_gpus, refuse_unusabl
 from headrace.doctor.check import Context, Finding
 from headrace.doctor.table import GPUS
 from pipeline.cluster.node_checks.nvidia import MODES_QUERY, command_output, mode_problems, twin_problems
+from pipeline.config.load import load_config
 
 _UUIDS = "uuids"
 _CPU = "a training would run on the CPU or stop in its first second"
@@ -27,6 +28,9 @@ def run(context: Context, *, root: Path = Path("/"), environ: Mapping[str, str] 
         root: directory below which the driver's files are searched.
         environ: environment variables.
     """
+    if context.config is not None and load_config(context.config, context.overrides).launch.device == "cpu":
+        yield Finding(None, "launch.device is cpu: the GPUs are not checked", figures={GPUS: 0})
+        return
     import torch  # noqa: PLC0415  only in the check's process
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -58,7 +58,7 @@ def _persistence() -> Iterator[Finding]:
 def _locked_memory(infiniband: bool) -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = limit == resource.RLIM_INFINITY
-    shown = "unlimited" if unlimited else f"{limit / 1e9:.3g} GB"
+    shown = "unlimited" if unlimited else f"{limit / 1e6:,.0f} MB"
     if unlimited or limit / 1e9 >= _LOCKED_GB or not infiniband:
         more = "" if infiniband else "; there is no InfiniBand, which would need more"
         return Finding(True, f"ulimit -l is {shown}{'' if unlimited else more}")
