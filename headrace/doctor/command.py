@@ -120,6 +120,7 @@ def diagnose(checks: Sequence[Check], options: DoctorOptions, nodes: DoctorNodes
         try:
             with DoctorAgents(nodes) as agents:
                 _make_all(checks, options, nodes, agents, report)
+            report.finished = True
         finally:
             report.write_page(options.out / PAGE, title=title)
     code = FAILED if any(map(report.failed, checks)) else 0

@@ -30,10 +30,12 @@ class DoctorReport:
     Args:
         lines: open file of the JSON lines.
         as_json: whether the JSON lines go to the terminal, in place of text.
+        finished: whether all checks were made.
     """
 
     lines: TextIO
     as_json: bool = False
+    finished: bool = False
     _found: list[tuple[Check, Finding]] = field(default_factory=list)
 
     def begin(self, check: Check, *, number: int, total: int) -> None:
@@ -67,7 +69,8 @@ class DoctorReport:
         passed, failed, unknown = (
             sum(finding.passed is each for _, finding in self._found) for each in (True, False, None)
         )
-        may = "a training may start" if not failed else "no training should start yet"
+        may = "a training may start" if self.finished and not failed else "no training should start yet"
+        may += "" if self.finished else " (doctor did not end)"
         return f"{may}: {passed} findings passed, {failed} failed, {unknown} could not be checked here"
 
     def write_page(self, path: Path, *, title: str) -> None:

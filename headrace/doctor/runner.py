@@ -23,6 +23,7 @@ from headrace.doctor.agent import TOKEN
 from headrace.doctor.check import Check, Context, Finding
 from headrace.doctor.cluster import DoctorNodes
 from headrace.doctor.rank import BROKEN, DoctorJob
+from pipeline.runtime.launch.group import free_port
 
 START_S = 60.0
 """Seconds that the agents of all nodes have to connect."""
@@ -46,6 +47,7 @@ class DoctorAgents:
         self._token = secrets.token_hex(16)
         self._messages: queue.SimpleQueue[tuple[str, dict[str, Any] | None]] = queue.SimpleQueue()
         self._connections: dict[str, socket.socket] = {}
+        self._lost: list[str] = []
         self._stack = ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -68,30 +70,35 @@ class DoctorAgents:
 
     def run(self, check: Check, context: Context) -> Iterator[Finding]:
         """Makes a check on its nodes; yields findings as they come, and how each process of it ended if not well."""
+        if self._lost:  # ranks would only wait for its ranks
+            yield Finding(None, f"skipped, because {', '.join(self._lost)} does not answer")
+            return
         names = list(self._nodes.addresses)[: 1 if check.place == "launcher" else None]
-        port = _free_port()
+        port = free_port()
         for name in names:
             # a lost node is reported below
             with suppress(OSError):
                 own = Context(**{**vars(context), "node": name})
                 self._connections[name].sendall(DoctorJob(check, own, Path(), port).as_json().encode() + b"\n")
-        left, failed, deadline = set(names), set[str](), time.monotonic() + context.limit_s + _GRACE_S
+        left, failed, deadline = set(names), False, time.monotonic() + context.limit_s + _GRACE_S
         while left:
             try:
                 node, message = self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
+                self._lost += sorted(left)
                 yield from (_silent(check, node, context.limit_s) for node in sorted(left))
                 return
             if message is None:
                 left.discard(node)
+                self._lost.append(node)
                 yield Finding(False, f"the connection to {node} is lost", _HANGS, f"see whether {node} is up", {}, node)
             elif "finding" in message:
                 finding = Finding(**message["finding"])
-                failed |= {node} if finding.passed is False else set()
+                failed |= finding.passed is False
                 yield finding if finding.where or check.place != "node" else _at(finding, node)
-            elif node in left:
+            else:
                 left.discard(node)
-                yield from _ended(check, node, message, limit_s=context.limit_s, explained=node in failed)
+                yield from _ended(check, node, message, limit_s=context.limit_s, explained=failed)
 
     def _connect(self, listener: socket.socket) -> None:
         """Waits until all agents have connected.
@@ -165,10 +172,3 @@ def _ended(check: Check, node: str, message: dict[str, Any], *, limit_s: float, 
         yield Finding(
             False, f"{check.name}: its process ended with {reason}; {why}", BROKEN, "read its log", where=node
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -39,7 +39,7 @@ def run(context: Context, *, root: Path = Path("/"), environ: Mapping[str, str] 
         yield from _without_gpu(torch, evidence, root)
         return
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-    figures = {GPUS: count, "gpu": torch.cuda.get_device_name(0), _UUIDS: " ".join(uuids)}
+    figures: dict[str, float | int | str] = {GPUS: count, "gpu": torch.cuda.get_device_name(0), _UUIDS: " ".join(uuids)}
     if promised > count:
         text = f"torch sees {count} of the {promised} GPUs that {evidence} promises"
         remedy = "compare with nvidia-smi -L; a GPU that is missing there fell off the bus: reboot or replace the node"

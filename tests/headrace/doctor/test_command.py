@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from foundation.errors import ConfigError
+from foundation.slurm import run_slurm
 from headrace.commands import app
 from headrace.doctor import cluster
 from headrace.doctor.cluster import find_nodes
@@ -62,7 +64,7 @@ def test_the_checks_of_nodes_come_first_and_each_needs_only_earlier_ones(capsys:
 
 def test_nodes_are_those_of_the_slurm_job_in_its_order_with_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "".join(f"NodeName=n{n} Arch=x CoresPerSocket=1 NodeAddr=10.0.0.{n} NodeHostName=n{n}\n" for n in (1, 2, 3))
-    done = cluster.run_slurm("printf", shown)
+    done = run_slurm("printf", shown)
     monkeypatch.setattr(cluster, "run_slurm", lambda *_command: done)
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"}.items():
         monkeypatch.setenv(name, value)
@@ -71,7 +73,7 @@ def test_nodes_are_those_of_the_slurm_job_in_its_order_with_their_addresses(monk
     assert [*find_nodes("2").addresses] == ["n1", "n2"]
     assert not find_nodes("n1").slurm  # this machine
     for asked in ("4", "n9"):
-        with pytest.raises(cluster.ConfigError, match="this Slurm job has n1, n2, n3"):
+        with pytest.raises(ConfigError, match="this Slurm job has n1, n2, n3"):
             find_nodes(asked)
     environ = {"SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_CPUS_PER_NODE": "96(x2),64"}
     assert {"--gpus-per-node=8", "--cpus-per-task=64", "--ntasks=3", "--overlap"} <= {

@@ -114,6 +114,22 @@ def test_nothing_is_left_when_doctor_is_killed_or_interrupted(tmp_path: Path, nu
     wait_until(lambda: not processes_with(mark) and not list(tmp_path.glob("headrace-doctor-*")), within_s=30)
     assert "Traceback" not in said
     assert ("interrupted" in said) == (number != signal.SIGKILL)
+    page = tmp_path / "out" / PAGE
+    assert page.exists() == (number != signal.SIGKILL)
+    assert not page.exists() or "doctor did not end" in page.read_text()
+
+
+def test_a_node_that_is_lost_ends_its_check_and_no_other_waits_for_it(tmp_path: Path) -> None:
+    node = os.uname().nodename.partition(".")[0]
+    path = write_modules(tmp_path / "modules", kills="def run(context):\n    os.kill(os.getppid(), signal.SIGKILL)\n")
+    checks = [Check(name, name, "kills", "node", 60.0) for name in ("first", "second")]
+    done = subprocess.run(
+        doctor_command(tmp_path / "out", checks), env={**os.environ, "PYTHONPATH": path}, timeout=50, check=False
+    )
+    assert done.returncode == FAILED
+    first, second = read_findings(tmp_path / "out")
+    assert (first["passed"], first["text"]) == (False, f"the connection to {node} is lost")
+    assert (second["passed"], second["text"]) == (None, f"skipped, because {node} does not answer")
 
 
 def test_a_node_whose_agent_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
