@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -68,6 +68,7 @@ class Check:
         place: where it runs.
         limit_s: seconds after which it is ended and reported as hanging, 60 to 120.
         needs: names of checks after whose failure this one is skipped.
+        equal: whether its figures have to be the same on all nodes.
     """
 
     name: str
@@ -75,4 +76,5 @@ class Check:
     module: str
     place: Place
     limit_s: float = 60.0
-    needs: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
+    equal: bool = False

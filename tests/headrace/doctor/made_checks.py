@@ -34,11 +34,11 @@ _DOCTOR = """\
 import json, sys
 from pathlib import Path
 from foundation.cli import guarded, leave
-from headrace.doctor.check import Check
+from headrace.doctor.check import Check, Context
 from headrace.doctor.cluster import find_nodes
-from headrace.doctor.command import DoctorOptions, diagnose
+from headrace.doctor.command import diagnose
 checks = [Check(**each) for each in json.loads(sys.argv[2])]
-leave(guarded(lambda: diagnose(checks, DoctorOptions(Path(sys.argv[1])), find_nodes(None))))
+leave(guarded(lambda: diagnose(checks, Context(None, (), Path(sys.argv[1]), False, 0.0), find_nodes(None))))
 """
 
 

@@ -17,11 +17,12 @@ import torch
 from foundation.errors import DataError
 from headrace.doctor.check import Context, Finding
 from headrace.doctor.checks import compilers, config, gpus, machine, nodes, versions
+from headrace.doctor.command import _unequal
 from pipeline.cluster.node_checks.nvidia import nvlink_problems
 from tests.conftest import tiny_config, write_config
 
 DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs)\n"
-MODES = "0, GPU-a, Enabled, Disabled, 580.65.06\n1, GPU-b, Disabled, Enabled, 580.65.06\n"
+MODES = "0, GPU-a, Enabled, Enabled, 580.65.06\n1, GPU-b, Disabled, Disabled, 580.65.06\n"
 NVLINK = "".join(
     f"GPU {gpu}: NVIDIA H200 (UUID: GPU-{gpu})\n" + "".join(f"\t Link {n}: {rate}\n" for n, rate in enumerate(rates))
     for gpu, rates in enumerate((["26.562 GB/s"] * 3, ["26.562 GB/s", "<inactive>", "26.562 GB/s"]))
@@ -83,12 +84,11 @@ def test_a_driver_that_is_too_old_for_torch_or_has_no_torch_for_it_is_named(
     assert (hidden.passed, hidden.figures) == (None, {"gpus": 0})
 
 
-def test_half_the_gpus_twins_slices_and_too_many_ranks_are_named(root: Path, see: Callable[..., None]) -> None:
-    see("GPU-a", "GPU-b", "GPU-b", "GPU-c", modes=MODES.replace("\n", "\\n"))
+def test_half_the_gpus_twins_and_too_many_ranks_are_named(root: Path, see: Callable[..., None]) -> None:
+    see("GPU-a", "GPU-b", "GPU-b", "GPU-c")
     assert failures(gpus.run(context(root), root=root)) == [
         "torch sees 4 of the 8 GPUs that the files /dev/nvidia* promises",
         "GPUs 1, 2 have one UUID, GPU-b",
-        "GPU 1 is divided into MIG slices",
     ]
     four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     first, *_ = gpus.run(context(root, processes=4), root=root, environ=four)
@@ -97,19 +97,12 @@ def test_half_the_gpus_twins_slices_and_too_many_ranks_are_named(root: Path, see
     assert many == "--nproc is 5, and this node has 4 GPUs"
 
 
-def test_nodes_with_fewer_gpus_one_gpu_twice_or_other_versions_are_named() -> None:
-    def node(name: str, uuids: str) -> Finding:
-        return Finding(True, "", figures={"gpus": len(uuids.split()), "uuids": uuids}, where=name)
-
-    assert list(gpus.compare([node("a", "1 2"), node("b", "3 4")])) == []
-    fewer, twice = gpus.compare([node("a", "1 2"), node("b", "2")])
-    assert (fewer.where, fewer.text) == ("b", "it has 1 GPUs, and others have 2")
-    assert (twice.where, twice.passed) == ("a, b", False)
-    same, other = ({"torch": torch_version, "nccl": "2.28"} for torch_version in ("2.13.0", "2.12.1"))
-    ours = [Finding(True, "versions", figures=figures, where=name) for name, figures in (("a", same), ("b", same))]
-    assert list(versions.compare(ours)) == []
-    theirs = Finding(True, "versions", figures=other, where="c")
-    assert failures(versions.compare([*ours, theirs])) == ["torch: 2.13.0 on a, b; 2.12.1 on c"]
+def test_nodes_with_other_gpus_or_versions_are_named() -> None:
+    same, other = {"gpus": 8, "torch": "2.13.0"}, {"gpus": 4, "torch": "2.12.1"}
+    ours = [Finding(True, "", figures=same, where=name) for name in ("a", "b")]
+    assert list(_unequal(ours)) == []
+    found = failures(_unequal([*ours, Finding(True, "", figures=other, where="c")]))
+    assert found == ["gpus: 8 on a, b; 4 on c", "torch: 2.13.0 on a, b; 2.12.1 on c"]
 
 
 def test_versions_of_this_node_are_figures(tmp_path: Path) -> None:
@@ -118,7 +111,7 @@ def test_versions_of_this_node_are_figures(tmp_path: Path) -> None:
     assert {"python", "deepspeed"} <= {*found.figures}
 
 
-def test_a_gpu_with_fewer_nvlinks_little_lockable_memory_and_no_ninja_are_named(
+def test_a_slice_a_gpu_with_fewer_nvlinks_little_lockable_memory_and_no_ninja_are_named(
     root: Path, see: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert nvlink_problems("GPU 0: NVIDIA T4 (UUID: GPU-0)\n") == (0, [])
@@ -127,11 +120,13 @@ def test_a_gpu_with_fewer_nvlinks_little_lockable_memory_and_no_ninja_are_named(
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, limits[1]))
     try:
-        assert failures(machine.run(context(root), root=root)) == ["GPU 1 has 2 of 3 NVLinks"]
+        assert failures(machine.run(context(root), root=root)) == [
+            "GPU 0 is divided into MIG slices",
+            "GPU 1 has 2 of 3 NVLinks",
+        ]
         device.mkdir(parents=True)
         monkeypatch.setenv("PATH", str(root / "bin"))
-        assert failures(machine.run(context(root), root=root)) == [
-            "GPU 1 has 2 of 3 NVLinks",
+        assert failures(machine.run(context(root), root=root))[2:] == [
             "ulimit -l is 0 MB, and this node has InfiniBand",
             "ninja: there is no ninja",
         ]

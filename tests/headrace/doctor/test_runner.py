@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import EXIT_INTERRUPTED, TrainingError
-from headrace.doctor.check import Check
+from headrace.doctor.check import Check, Context
 from headrace.doctor.cluster import DoctorNodes, find_nodes
-from headrace.doctor.command import FAILED, DoctorOptions, diagnose
+from headrace.doctor.command import FAILED, diagnose
 from headrace.doctor.report import PAGE
-from headrace.doctor.runner import DoctorAgents
+from headrace.doctor.runner import started_agents
 from tests import warm_python
 from tests.headrace.doctor.made_checks import SLEEPS, doctor_command, processes_with, read_findings, write_modules
 from tests.support import wait_until
@@ -43,7 +43,7 @@ def test_a_check_that_hangs_dies_or_raises_is_one_sentence_and_what_needs_it_is_
         Check("hostile", HOSTILE, "hostile", "launcher"),
     ]
     out = tmp_path / "out"
-    assert diagnose(checks, DoctorOptions(out), find_nodes(None)) == FAILED
+    assert diagnose(checks, Context(None, (), out, False, 0.0), find_nodes(None)) == FAILED
     assert processes_with(mark) == []
     found = [(each["check"], each["passed"], each["text"]) for each in read_findings(out)]
     node = os.uname().nodename.partition(".")[0]
@@ -77,11 +77,11 @@ def test_ranks_join_a_process_group_and_a_failure_of_any_is_named_with_its_rank(
         "    yield Finding(True, f'rank {rank}: {total:g}', figures={'total': total})\n"
         f"    if {ill} and rank == 1:\n        yield Finding(False, 'a wrong sum', 'wrong gradients', 'another card')\n"
     )
-    path = write_modules(tmp_path / "modules", reduces=text)
+    out, path = tmp_path / "out", write_modules(tmp_path / "modules", reduces=text)
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(sys, "executable", warm_python.python())
-    options = DoctorOptions(tmp_path / "out", as_json=True)
-    code = diagnose([Check("reduces", "it reduces", "reduces", "ranks", 120.0)], options, find_nodes(None))
+    check, context = Check("reduces", "it reduces", "reduces", "ranks", 120.0), Context(None, (), out, False, 0.0, 2)
+    code = diagnose([check], context, find_nodes(None), as_json=True)
     first, *others = found = read_findings(tmp_path / "out")
     assert (first["text"], first["figures"], first["passed"]) == ("rank 0: 2", {"total": 2.0}, True)
     assert [(each["text"], each["where"], each["passed"]) for each in others] == (
@@ -128,7 +128,7 @@ def test_a_node_that_is_lost_ends_its_check_and_no_other_waits_for_it(tmp_path: 
     )
     assert done.returncode == FAILED
     first, second = read_findings(tmp_path / "out")
-    assert (first["passed"], first["text"]) == (False, f"the connection to {node} is lost")
+    assert (first["passed"], first["text"]) == (False, f"{node} does not answer any more")
     assert (second["passed"], second["text"]) == (None, f"skipped, because {node} does not answer")
 
 
@@ -136,9 +136,9 @@ def test_a_node_whose_agent_does_not_start_is_named(monkeypatch: pytest.MonkeyPa
     nodes = DoctorNodes({"a": "127.0.0.1", "b": "127.0.0.1"}, "127.0.0.1", slurm=False)
     starts = ["-c", "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1]))).sendall(b'{}\\n')"]
 
-    def start(_nodes: DoctorNodes, port: int, _environ: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-        return [subprocess.Popen([sys.executable, "-S", *starts, str(port)], start_new_session=True)]
+    def start(_nodes: DoctorNodes, port: int, _environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", *starts, str(port)], start_new_session=True)
 
     monkeypatch.setattr(DoctorNodes, "start_agents", start)
     with pytest.raises(TrainingError, match=r"a, b: no agent of doctor has connected .*ended with code 0"):
-        DoctorAgents(nodes).__enter__()  # a stranger without the token is no agent
+        started_agents(nodes).__enter__()  # a stranger without the token is no agent
