@@ -81,7 +81,7 @@ def diagnose(checks: Sequence[Check], context: Context, nodes: DoctorNodes, *, a
 
     Args:
         checks: the checks in order.
-        context: what is common to the checks' contexts; its `work` is the directory of the results.
+        context: the part that the contexts of all checks share; its `work` is the directory of the results.
         nodes: the nodes.
         as_json: whether to print JSON lines.
 
