@@ -13,6 +13,7 @@ from foundation.errors import ConfigError
 from foundation.paths import LOCAL
 from headrace.doctor.check import Check, Context, Finding
 from headrace.doctor.cluster import DoctorNodes, find_nodes
+from headrace.doctor.rank import BROKEN
 from headrace.doctor.report import LINES, PAGE, DoctorReport
 from headrace.doctor.runner import DoctorAgents, started_agents
 from headrace.doctor.table import GPUS, read_checks, selected
@@ -73,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
             resolve(loaded, world_size=processes * len(nodes.addresses))
     out, config = arguments.out.absolute(), Path(config).absolute() if config else None
     context = Context(config, overrides, out, arguments.all_layouts, 0.0, processes)
+    if not processes and checks[0].name != GPUS:  # which counts them
+        checks = [*selected(read_checks(), [GPUS]), *checks]
     return diagnose(checks, context, nodes, as_json=arguments.as_json)
 
 
@@ -117,6 +120,8 @@ def _make_all(checks: Sequence[Check], context: Context, agents: DoctorAgents, r
             report.add(check, Finding(None, f"skipped, because {because}"))
             stopped[check.name] = because
             continue
+        if check.name != GPUS:
+            context = replace(context, processes=context.processes or _ON_CPU)
         work = out / "work" / check.name.replace(" ", "-")
         work.mkdir()
         for finding in agents.run(check, replace(context, work=work, limit_s=check.limit_s)):
@@ -125,7 +130,9 @@ def _make_all(checks: Sequence[Check], context: Context, agents: DoctorAgents, r
             report.add(check, finding)
         if not context.processes:
             counts = [int(each.figures[GPUS]) for each in report.findings(check) if GPUS in each.figures]
-            context = replace(context, processes=min(counts, default=0) or _ON_CPU)
+            context = replace(context, processes=min(counts, default=0))
+        if not report.findings(check):
+            report.add(check, Finding(False, f"{check.name}: it has reported nothing", BROKEN, "read its log"))
         if report.failed(check):
             stopped[check.name] = f"'{check.name}' has failed"
         else:

@@ -30,7 +30,7 @@ NODES = ["n1", "n2", "n3", "n4"]
 
 @pytest.mark.sweep
 def test_node_checks_and_ranks_run_on_all_nodes_of_a_job(cluster: VirtualCluster, tmp_path: Path, tokens: Path) -> None:
-    fields = {"launch": {"node_checks": {"payload_mb": 1}}, "train_batch_size": 16}
+    fields = {"launch": {"node_checks": {"payload_mb": 1, "slow_link": 0.01}}, "train_batch_size": 16}  # two cores
     config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", engine="torch", **fields))
     words = ["--config", str(config), "--only", "gpus,machine,nodes,versions,config", "--out", str(tmp_path / "out")]
     options, env = ["--nodes=4", f"--output={tmp_path}/log"], job_env()

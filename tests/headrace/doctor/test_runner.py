@@ -31,6 +31,7 @@ def test_a_check_that_hangs_dies_or_raises_is_one_sentence_and_what_needs_it_is_
         tmp_path / "modules",
         hangs=SLEEPS.replace("MARK", mark),
         raises="def run(context):\n    yield Finding(True, 'begun')\n    raise ValueError('a\\nb')\n",
+        silent="def run(context):\n    return []\n",
         dies="def run(context):\n    os.kill(os.getpid(), signal.SIGKILL)\n",
         hostile=f'def run(context):\n    yield Finding(False, *3 * ["{HOSTILE}"], where="{HOSTILE}")\n',
     )
@@ -41,6 +42,7 @@ def test_a_check_that_hangs_dies_or_raises_is_one_sentence_and_what_needs_it_is_
         Check("raises", "it raises", "raises", "launcher"),
         Check("dies", "it dies", "dies", "launcher"),
         Check("hostile", HOSTILE, "hostile", "launcher"),
+        Check("silent", "it says nothing", "silent", "launcher"),
     ]
     out = tmp_path / "out"
     assert diagnose(checks, Context(None, (), out, False, 0.0), find_nodes(None)) == FAILED
@@ -56,12 +58,13 @@ def test_a_check_that_hangs_dies_or_raises_is_one_sentence_and_what_needs_it_is_
         ("raises", False, "ValueError: a"),
         ("dies", False, f"dies: its process ended with signal SIGKILL; {log}dies.{node}.log"),
         ("hostile", False, HOSTILE),
+        ("silent", False, "silent: it has reported nothing"),
     ]
     assert "raise ValueError" in (out / f"logs/raises.{node}.log").read_text()
     said = "".join(capfd.readouterr())
     assert "Traceback" not in said
-    assert "[2/5] skipped: it needs it\n" in said
-    assert "no training should start yet: 2 findings passed, 4 failed, 1 could not be checked here" in said
+    assert "[2/6] skipped: it needs it\n" in said
+    assert "no training should start yet: 2 findings passed, 5 failed, 1 could not be checked here" in said
     page = (out / PAGE).read_text()
     assert HOSTILE not in page
     assert page.count("&lt;script&gt;") == 4
