@@ -1,0 +1,96 @@
+"""Connects all ranks and every process group of the config's layout; names a rank that does not come, and its host.
+
+The groups are the mesh's, as the training makes them, and those that its engine adds (messages between pipeline stages,
+tied weights, ranks of a stage). The first all-reduce over each opens its connections, as in the pre-flight check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from foundation.errors import ConfigError, LostError, TrainingError
+from headrace.doctor.check import Context, Finding
+from headrace.doctor.checks.rank_context import (
+    config_of,
+    device_here,
+    failure,
+    gathered,
+    machine_here,
+    rendezvous_here,
+)
+from pipeline.config.rules.resolve import ResolvedRun, resolve
+from pipeline.config.topology import Topology
+from pipeline.engines.parallel.mesh import Mesh, engine_groups
+from pipeline.run.preflight import preflight
+
+_MIB = 1 << 20
+_MEANING = "a training on these ranks would wait for this rank in its first step until its timeout"
+
+
+def run(context: Context) -> Iterable[Finding]:
+    """Runs the check; rank 0 reports, and every rank reports a rank that is missing."""
+    world, device = dist.get_world_size(), device_here()
+    if world == 1:
+        yield Finding(None, "There is one rank, and no connection to check.")
+        return
+    resolved, reason = _layout(context, world)
+    if reason and dist.get_rank() == 0:
+        yield Finding(None, f"The groups of the config's layout are not checked: {reason}.")
+    before = _used(device)
+    try:
+        rendezvous = rendezvous_here(context)
+        make_more = partial(engine_groups, resolved) if resolved else lambda _mesh: {}
+        mesh, summary = preflight(
+            rendezvous, partial(_mesh, resolved, world, device), device=device, make_more=make_more
+        )
+    except (LostError, TrainingError) as error:
+        yield failure(error, _MEANING)
+        return
+    used = gathered((before, _used(device)))
+    if dist.get_rank():
+        return
+    grown = max(after - first for first, after in used)
+    figures: dict[str, float | int | str] = {
+        "ranks": world,
+        "axes": len(mesh.groups()),
+        "memory_before_mib": round(max(first for first, _ in used) / _MIB, 1),
+        "memory_after_mib": round(max(after for _, after in used) / _MIB, 1),
+        "connections_mib": round(grown / _MIB, 1),
+    }
+    machine = machine_here(device)
+    if machine is not None:
+        figures["planned_context_and_nccl_mib"] = round(machine.overhead.bytes[1] / _MIB, 1)
+    kind = "GPU" if device.type == "cuda" else "host"
+    text = f"All {world} ranks are connected ({summary.removeprefix('preflight: ')}); the connections take"
+    yield Finding(True, f"{text} {grown / _MIB:.0f} MiB of {kind} memory per rank at most.", figures=figures)
+
+
+def _layout(context: Context, world: int) -> tuple[ResolvedRun | None, str]:
+    """The config resolved for the ranks that are here; None and the reason if they cannot form its layout."""
+    try:
+        resolved = resolve(config_of(context), world_size=world)
+    except ConfigError as error:
+        return None, f"{world} ranks cannot form it ({str(error).splitlines()[0]})"
+    if resolved.topology.world_size != world:
+        return None, f"it takes {resolved.topology.world_size} of the {world} ranks"
+    return resolved, ""
+
+
+def _mesh(resolved: ResolvedRun | None, world: int, device: torch.device) -> Mesh:
+    if resolved is None:
+        return Mesh(Topology(dp=world), device_type=device.type)
+    return Mesh(resolved.topology, device_type=device.type, shard_size=resolved.shard_size)
+
+
+def _used(device: torch.device) -> int:
+    """Bytes of the GPU's memory in use beside torch's allocator; without a GPU, this process's resident bytes."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
