@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from foundation.errors import HeadraceError
-from foundation.section import parse
 from headrace.doctor.check import Context, Finding
 from pipeline.config.load import load_config
 from pipeline.config.sections.run import Config
@@ -18,27 +17,8 @@ from pipeline.runtime.launch.rendezvous import Rendezvous
 from pipeline.runtime.machines.known import machine_of_device
 from pipeline.runtime.machines.machine import Machine
 
-OWN_CONFIG: Mapping[str, Any] = {
-    "engine": "torch",
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 256,
-        }
-    },
-    "data": {"sources": [{"path": "replaced"}], "sequence_length": 32},
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 2,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
-    "run": {"dir": "replaced", "steps": 20},
-}
-"""The config of a check without `--config`: fully sharded data parallelism."""
+OWN_CONFIG = Path(__file__).with_name("own_config.json")
+"""The config of a check without `--config`: a small Llama with fully sharded data parallelism."""
 
 
 def config_of(context: Context) -> Config:
@@ -47,9 +27,7 @@ def config_of(context: Context) -> Config:
     Raises:
         ConfigError: the config is invalid.
     """
-    if context.config is None:
-        return parse(Config, OWN_CONFIG)
-    return load_config(context.config, context.overrides)
+    return load_config(context.config or OWN_CONFIG, context.overrides if context.config else ())
 
 
 def device_here() -> torch.device:
@@ -65,11 +43,10 @@ def machine_here(device: torch.device) -> Machine | None:
 def rendezvous_here(context: Context) -> Rendezvous:
     """The rendezvous of the ranks of this check, over the store of the default process group."""
     store = dist.PrefixStore(f"doctor/{context.work}", dist.distributed_c10d._get_default_store().clone())
-    rank, world = dist.get_rank(), dist.get_world_size()
-    store.set(f"host/{rank}", os.uname().nodename)
-    store.wait(["host/0"])
-    zero = store.get("host/0").decode()
-    return Rendezvous(rank, world, store, context.limit_s / 3, zero)
+    store.set(f"host/{dist.get_rank()}", os.uname().nodename)
+    return Rendezvous(
+        dist.get_rank(), dist.get_world_size(), store, context.limit_s / 3, rank_zero_host=store.get("host/0").decode()
+    )
 
 
 def gathered(value: Any) -> list[Any]:
@@ -79,10 +56,8 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def failure(error: HeadraceError, meaning: str, *, where: str = "") -> Finding:
+def failure(error: HeadraceError, meaning: str) -> Finding:
     """A failed check from an error, whose first line says what was seen and whose `try:` says what to do."""
     lines = [line.strip() for line in str(error).splitlines()]
-    remedy = next(
-        (line.removeprefix("try: ") for line in lines if line.startswith("try: ")), "see the log of the check"
-    )
-    return Finding(False, lines[0], meaning, remedy, where=where)
+    remedies = [line.removeprefix("try: ") for line in lines if line.startswith("try: ")]
+    return Finding(False, lines[0], meaning, "".join(remedies[:1]) or "see the log of the check")

@@ -6,6 +6,7 @@ The rate of a collective is its bus bandwidth: bytes / seconds, times 2 (n - 1) 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 from headrace.doctor.check import Context, Finding
 from headrace.doctor.checks.rank_context import device_here, gathered, machine_here, rendezvous_here
 from pipeline.plan.calibration.measure import seconds_of
+from pipeline.runtime.launch.rendezvous import Rendezvous
 from pipeline.runtime.machines.machine import Machine
 
 _BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
@@ -35,74 +37,63 @@ def run(context: Context) -> Iterable[Finding]:
     if dist.get_world_size() == 1:
         yield Finding(None, "There is one rank, and no link to measure.")
         return
-    device = device_here()
-    rendezvous = rendezvous_here(context)
-    machine, hosts = machine_here(device), gathered(rendezvous.describe([dist.get_rank()]).rpartition(" on ")[2])
-    busy = {name: round(value / 1e9, 3) for name, value in _collectives(device)}
+    device, rendezvous = device_here(), rendezvous_here(context)
+    hosts = gathered(os.uname().nodename)
+    busy = {f"{name}_gb_per_s": round(value / 1e9, 3) for name, value in _collectives(device)}
     wrong = [rank for rank, right in enumerate(gathered(_uneven_is_right(device))) if not right]
     pairs = {pair: rate for found in gathered(list(_pairs(device))) for pair, rate in found}
-    if dist.get_rank():
-        return
-    if wrong:
-        yield Finding(
-            False,
-            f"An all-to-all with uneven parts gave {rendezvous.describe(wrong)} wrong values.",
-            "expert parallelism would train on the rows of other tokens",
-            "look for hardware that corrupts data, then for a fault of this version of the library",
-        )
-    yield _judged(busy, machine, within=len(set(hosts)) == 1)
-    yield _slow_pairs(pairs, hosts, machine, describe=lambda pair: rendezvous.describe(pair).replace(", ", " to "))
+    if dist.get_rank() == 0:
+        if wrong:
+            text = f"An all-to-all with uneven parts gave {rendezvous.describe(wrong)} wrong values."
+            meaning = "expert parallelism would train on the rows of other tokens"
+            yield Finding(False, text, meaning, "look for hardware that corrupts data, then for another NCCL")
+        yield _judged(busy, _least(machine_here(device), within=len(set(hosts)) == 1, pair=False))
+        yield _slow_pairs(pairs, hosts, machine_here(device), rendezvous)
 
 
-def _expected(machine: Machine, *, within: bool, pair: bool) -> float:
-    """The least bytes per second that a healthy link moves."""
+def _least(machine: Machine | None, *, within: bool, pair: bool) -> float | None:
+    """The least bytes per second that a healthy link moves; None for an unknown machine."""
+    if machine is None:
+        return None
     link = machine.links.within if within else machine.links.between
     shared = machine.links.within_links if within and pair else 1
     return LEAST_SHARE * machine.efficiency.links[0] * link.bytes_per_s / shared
 
 
-def _judged(rates: dict[str, float], machine: Machine | None, *, within: bool) -> Finding:
-    shown = ", ".join(f"{name.replace('_', ' ')} {rate:.3g}" for name, rate in rates.items())
-    text, figures = f"Bus bandwidth in GB/s: {shown}", {f"{name}_gb_per_s": rate for name, rate in rates.items()}
-    if machine is None:
-        return Finding(None, f"{text}; no rate of this machine is known to compare it with.", figures=figures)
-    least = _expected(machine, within=within, pair=False) / 1e9
-    slow = [name for name, rate in rates.items() if rate < least]
-    if not slow:
-        return Finding(True, f"{text}; at least {least:.3g} were expected.", figures=figures)
-    meaning = "every step would take longer than `headrace plan` predicts"
-    remedy = "see the pairs below; nvidia-smi topo -m, NCCL_DEBUG=INFO, and the network's cards and cables"
-    return Finding(False, f"{text}; {', '.join(slow)} is under {least:.3g}.", meaning, remedy, figures)
+def _judged(rates: dict[str, float], least: float | None) -> Finding:
+    text = "Bus bandwidth in GB/s: " + ", ".join(
+        f"{name[:-9].replace('_', ' ')} {rate}" for name, rate in rates.items()
+    )
+    if least is None:
+        return Finding(None, f"{text}; no rate of this machine is known to compare it with.", figures=rates)
+    text += f"; the link's rate lets expect {least / 1e9:.3g} or more."
+    if min(rates.values()) >= least / 1e9:
+        return Finding(True, text, figures=rates)
+    remedy = "see the pairs of ranks; nvidia-smi topo -m, NCCL_DEBUG=INFO, and the network's cards and cables"
+    return Finding(False, text, "a step would take longer than `headrace plan` predicts", remedy, rates)
 
 
 def _slow_pairs(
-    rates: dict[tuple[int, int], float],
-    hosts: list[str],
-    machine: Machine | None,
-    *,
-    describe: Callable[[tuple[int, int]], str],
+    rates: dict[tuple[int, int], float], hosts: list[str], machine: Machine | None, rendezvous: Rendezvous
 ) -> Finding:
+    def shown(pair: tuple[int, int]) -> str:
+        return f"{rendezvous.describe(pair).replace(', ', ' to ')}: {rates[pair] / 1e9:.3g} GB/s"
+
     median = statistics.median(rates.values())
-    least = {
-        pair: _expected(machine, within=hosts[pair[0]] == hosts[pair[1]], pair=True) if machine else median / SLOW
-        for pair in rates
-    }
-    slow = sorted((pair for pair in rates if rates[pair] < least[pair]), key=lambda pair: rates[pair])
-    slowest = min(rates, key=lambda pair: rates[pair])
-    figures = {"pair_median_gb_per_s": round(median / 1e9, 3), "pair_least_gb_per_s": round(rates[slowest] / 1e9, 3)}
-    text = f"{len(rates)} directions between pairs of ranks move {median / 1e9:.3g} GB/s (median), the slowest"
-    text += f" {rates[slowest] / 1e9:.3g} ({describe(slowest)})"
+    order = sorted(rates, key=lambda pair: rates[pair])
+    slow = [
+        (a, b)
+        for a, b in order
+        if rates[a, b] < (_least(machine, within=hosts[a] == hosts[b], pair=True) or median / SLOW)
+    ]
+    figures = {"median_gb_per_s": round(median / 1e9, 3), "least_gb_per_s": round(rates[order[0]] / 1e9, 3)}
+    text = f"{len(rates)} directions between pairs of ranks move {median / 1e9:.3g} GB/s (median)"
     if not slow:
-        return Finding(True, f"{text}.", figures=figures)
-    worst = "; ".join(f"{describe(pair)}: {rates[pair] / 1e9:.3g} GB/s" for pair in slow[:4])
-    return Finding(
-        False,
-        f"{text}; {len(slow)} are slow: {worst}.",
-        "every collective over this pair is as slow as the pair, on all ranks",
-        "check cards, cables and ports between these hosts (ibstat, ethtool, nvidia-smi nvlink -s); start without it",
-        figures,
-        where=describe(slow[0]),
-    )
+        return Finding(True, f"{text}; the slowest is {shown(order[0])}.", figures=figures)
+    meaning = "every collective over this pair is as slow as the pair, on all ranks"
+    remedy = "check cards, cables and ports between these hosts (ibstat, ethtool, nvidia-smi nvlink -s)"
+    found = f"{text}; {len(slow)} are slow: {'; '.join(map(shown, slow[:4]))}."
+    return Finding(False, found, meaning, remedy, figures, where=rendezvous.describe(slow[0]).replace(", ", " to "))
 
 
 def _collectives(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -112,14 +103,12 @@ def _collectives(device: torch.device) -> Iterator[tuple[str, float]]:
     whole = torch.zeros(part.numel() * n, device=device)
     splits = _splits(n, rank, unit=part.numel())
     sent, received = (torch.zeros(sum(splits), device=device) for _ in range(2))
+    share, uneven = (n - 1) / n * whole.nbytes, 4.0 * (sum(splits) - splits[rank])
     calls: dict[str, tuple[Callable[[], object], float]] = {
-        "all_reduce": (partial(dist.all_reduce, whole), 2 * (n - 1) / n * whole.nbytes),
-        "all_gather": (partial(dist.all_gather_into_tensor, whole, part), (n - 1) / n * whole.nbytes),
-        "reduce_scatter": (partial(dist.reduce_scatter_tensor, part, whole), (n - 1) / n * whole.nbytes),
-        "uneven_all_to_all": (
-            partial(dist.all_to_all_single, received, sent, splits, splits),
-            4.0 * (sum(splits) - splits[rank]),
-        ),
+        "all_reduce": (partial(dist.all_reduce, whole), 2 * share),
+        "all_gather": (partial(dist.all_gather_into_tensor, whole, part), share),
+        "reduce_scatter": (partial(dist.reduce_scatter_tensor, part, whole), share),
+        "uneven_all_to_all": (partial(dist.all_to_all_single, received, sent, splits, splits), uneven),
     }
     for name, (call, size) in calls.items():
         yield name, size / seconds_of(call, device, repeats=_REPEATS, least_s=0.0)[1]

@@ -15,20 +15,12 @@ import torch.distributed as dist
 
 from foundation.errors import ConfigError, LostError, TrainingError
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.rank_context import (
-    config_of,
-    device_here,
-    failure,
-    gathered,
-    machine_here,
-    rendezvous_here,
-)
+from headrace.doctor.checks.rank_context import config_of, device_here, failure, gathered, machine_here, rendezvous_here
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.topology import Topology
 from pipeline.engines.parallel.mesh import Mesh, engine_groups
 from pipeline.run.preflight import preflight
 
-_MIB = 1 << 20
 _MEANING = "a training on these ranks would wait for this rank in its first step until its timeout"
 
 
@@ -41,33 +33,21 @@ def run(context: Context) -> Iterable[Finding]:
     resolved, reason = _layout(context, world)
     if reason and dist.get_rank() == 0:
         yield Finding(None, f"The groups of the config's layout are not checked: {reason}.")
-    before = _used(device)
+    before, more = _used_mib(device), partial(engine_groups, resolved) if resolved else lambda _mesh: {}
     try:
-        rendezvous = rendezvous_here(context)
-        make_more = partial(engine_groups, resolved) if resolved else lambda _mesh: {}
-        mesh, summary = preflight(
-            rendezvous, partial(_mesh, resolved, world, device), device=device, make_more=make_more
-        )
+        make = partial(_mesh, resolved, world, device)
+        summary = preflight(rendezvous_here(context), make, device=device, make_more=more)[1]
     except (LostError, TrainingError) as error:
         yield failure(error, _MEANING)
         return
-    used = gathered((before, _used(device)))
-    if dist.get_rank():
-        return
-    grown = max(after - first for first, after in used)
-    figures: dict[str, float | int | str] = {
-        "ranks": world,
-        "axes": len(mesh.groups()),
-        "memory_before_mib": round(max(first for first, _ in used) / _MIB, 1),
-        "memory_after_mib": round(max(after for _, after in used) / _MIB, 1),
-        "connections_mib": round(grown / _MIB, 1),
-    }
-    machine = machine_here(device)
-    if machine is not None:
-        figures["planned_context_and_nccl_mib"] = round(machine.overhead.bytes[1] / _MIB, 1)
-    kind = "GPU" if device.type == "cuda" else "host"
-    text = f"All {world} ranks are connected ({summary.removeprefix('preflight: ')}); the connections take"
-    yield Finding(True, f"{text} {grown / _MIB:.0f} MiB of {kind} memory per rank at most.", figures=figures)
+    used = gathered((before, _used_mib(device)))
+    if dist.get_rank() == 0:
+        grown = max(after - first for first, after in used)
+        figures = {"ranks": world, "memory_before_mib": max(used)[0], "connections_mib": grown}
+        if machine := machine_here(device):
+            figures["planned_context_and_nccl_mib"] = round(machine.overhead.bytes[1] / 2**20)
+        text = f"All {world} ranks are connected ({summary.removeprefix('preflight: ')}); the connections take up to"
+        yield Finding(True, f"{text} {grown} MiB per rank.", figures=figures)
 
 
 def _layout(context: Context, world: int) -> tuple[ResolvedRun | None, str]:
@@ -82,15 +62,13 @@ def _layout(context: Context, world: int) -> tuple[ResolvedRun | None, str]:
 
 
 def _mesh(resolved: ResolvedRun | None, world: int, device: torch.device) -> Mesh:
-    if resolved is None:
-        return Mesh(Topology(dp=world), device_type=device.type)
-    return Mesh(resolved.topology, device_type=device.type, shard_size=resolved.shard_size)
+    topology, shard_size = (resolved.topology, resolved.shard_size) if resolved else (Topology(dp=world), None)
+    return Mesh(topology, device_type=device.type, shard_size=shard_size)
 
 
-def _used(device: torch.device) -> int:
-    """Bytes of the GPU's memory in use beside torch's allocator; without a GPU, this process's resident bytes."""
+def _used_mib(device: torch.device) -> int:
+    """MiB of the GPU's memory in use beside torch's allocator; without a GPU, this process's resident memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total - free - torch.cuda.memory_reserved(device)
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
+        return (total - free - torch.cuda.memory_reserved(device)) >> 20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

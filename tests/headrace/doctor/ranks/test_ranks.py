@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.doctor.checks.rank_context import OWN_CONFIG
+from headrace.doctor.checks import rank_context
 from tests.engines.parallel.ranks import Ranks
 from tests.headrace.doctor.ranks.on_ranks import BAD, check, failed
 
@@ -30,6 +30,7 @@ def config_with(path: Path, **fields: Any) -> str:
     return str(path)
 
 
+OWN_CONFIG: dict[str, Any] = json.loads(rank_context.OWN_CONFIG.read_text())
 EXPERTS = {
     "model_type": "qwen3_moe",
     "hidden_size": 32,
@@ -51,11 +52,7 @@ EXPERTS = {
         ({}, 3, "dp 4, all 4 ranks"),
         ({"hybrid_shard_size": 2}, 3, "dp 4, replicate 2, shard 2, all"),
         ({"ep": 2}, 3, "dp 4, ep 2, edp_shard 2, all"),
-        (
-            {"pp": 4, "schedule": "interleaved_1f1b"},
-            0,
-            "pp 4, link 1 of pp 4, tied weights 2, all",
-        ),
+        ({"pp": 4, "schedule": "interleaved_1f1b"}, 0, "pp 4, link 1 of pp 4, tied weights 2, all"),
         ({"pp": 2, "tp": 2}, 0, "pp 2, tp 2, tied weights 2, stage 2, all"),
     ],
 )
@@ -66,13 +63,12 @@ def test_every_group_of_the_layout_is_connected(
     fields |= {"gradient_accumulation_steps": 8}
     if "ep" in parallel:
         fields["model"] = {"config": EXPERTS}
-    if "virtual" in str(parallel) or "interleaved_1f1b" in str(parallel):
-        fields["model"] = {"config": {**OWN_CONFIG["model"]["config"], "num_hidden_layers": 8}}
     config = config_with(tmp_path / "c.json", **fields)
     [finding] = only(found(ranks, "ranks_connection", tmp_path, config=config))
     assert finding["passed"], finding
     assert groups in finding["text"], finding
-    assert finding["figures"]["memory_after_mib"] >= finding["figures"]["memory_before_mib"] > 100
+    assert finding["figures"]["memory_before_mib"] > 100
+    assert finding["figures"]["connections_mib"] >= 0
 
 
 def test_a_rank_that_sleeps_is_named_with_its_host_within_the_limit(ranks: Ranks, tmp_path: Path) -> None:
@@ -107,7 +103,7 @@ def test_a_slow_link_is_named_by_its_ranks(ranks: Ranks, tmp_path: Path) -> None
     assert f"rank {BAD} on " in pairs["where"]
     assert " to rank 0 on " in pairs["where"]
     assert "1 are slow" in pairs["text"]
-    assert pairs["figures"]["pair_least_gb_per_s"] < 0.03
+    assert pairs["figures"]["least_gb_per_s"] < 0.03
 
 
 def test_parts_of_an_uneven_all_to_all_in_the_wrong_order_are_found(ranks: Ranks, tmp_path: Path) -> None:
