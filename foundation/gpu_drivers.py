@@ -47,7 +47,7 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
         reason = str(error).splitlines()[0]
     why = f"a GPU is expected here ({promise}), but torch {torch.__version__} ({built}) can use none: {reason}"
     remedy = "look at what nvidia-smi or rocm-smi says on this host, and whether the job or container has its GPUs"
-    version, needed = _driver(root), _LEAST_DRIVER.get(built.partition(".")[0])
+    version, needed = driver_version(root), _LEAST_DRIVER.get(built.partition(".")[0])
     if version and needed and int(version.partition(".")[0]) < needed:
         why += f"; the driver is {version}, and {built} needs {needed} or newer"
         remedy = (
@@ -57,6 +57,22 @@ def refuse_unusable_gpu(torch: Any, *, key: str | None = None, root: Path = Path
     if key is None:
         raise ConfigError("device", why=why, remedy=f"{remedy}; CUDA_VISIBLE_DEVICES= in the environment takes the CPU")
     raise ConfigError(key, "auto", why=why, remedy=f"{remedy}; {key}=cpu trains on the CPU")
+
+
+def promised_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """The number of NVIDIA GPUs that this process should see, and the file or variable that promises them; 0 without.
+
+    A variable such as CUDA_VISIBLE_DEVICES selects some of the GPUs: then its entries count.
+    """
+    evidence = _gpu_evidence("CUDA", environ, root)
+    if evidence is None:
+        return 0, ""
+    if listed := [each for each in environ.get(_VISIBLE[0], "").split(",") if each.strip()]:
+        return len(listed), f"{_VISIBLE[0]}={environ[_VISIBLE[0]]}"
+    if (number := environ.get(_SLURM_GPUS[0], "")).isdecimal():
+        return int(number), f"{_SLURM_GPUS[0]}={number}"
+    devices = [path for path in (root / "dev").glob(_DEVICES["CUDA"]) if not _is_denied(path)]
+    return (len(devices), "the files /dev/nvidia*") if devices else (1, evidence)
 
 
 def _gpu_evidence(platform: str, environ: Mapping[str, str], root: Path) -> str | None:
@@ -85,8 +101,8 @@ def _is_denied(device: Path) -> bool:
     return False
 
 
-def _driver(root: Path) -> str | None:
-    """Version of NVIDIA's driver, e.g. 535.183.01."""
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Version of NVIDIA's driver, e.g. 535.183.01; None without one."""
     try:
         found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", (root / _NVIDIA_VERSION).read_text())
     except OSError:

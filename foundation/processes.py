@@ -82,6 +82,33 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Asks Linux to make this process the parent of its descendants whose parent ends; `end_descendants` finds them."""
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def end_descendants(*, timeout_s: float = 5.0) -> list[int]:
+    """Kills all descendants of this process, in whatever session; no `subprocess.Popen` of it can be waited for then.
+
+    Returns:
+        Ids of processes that did not end within `timeout_s` seconds: a driver or a file system blocks them.
+    """
+    deadline = time.monotonic() + timeout_s
+    while found := _descendants():
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+    return []
+
+
 @contextmanager
 def signals_passed_on(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[Callable[[], bool]]:
     """Passes SIGTERM on to child processes, and waits for them after Ctrl-C, which the terminal sends to all.
@@ -111,6 +138,18 @@ def signals_passed_on(processes: Collection[subprocess.Popen[bytes]]) -> Iterato
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _descendants() -> list[int]:
+    """Ids of the children of this process, of their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        if fields := _stat(int(folder.name)):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
 
 
 def _stat(pid: int) -> list[str]:

@@ -111,6 +111,12 @@ VERBS = (
         "pipeline.plan.proof.command",
     ),
     Verb(
+        "doctor",
+        "check a machine, or the nodes of a Slurm job, before the first training on it",
+        TRAINING,
+        "headrace.doctor.command",
+    ),
+    Verb(
         "islands",
         "train with low communication (DiLoCo): a lighthouse and islands on this machine, or the lighthouse alone",
         TRAINING,

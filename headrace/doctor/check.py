@@ -42,6 +42,9 @@ class Context:
         work: empty directory of this check, shared by all nodes.
         all_layouts: whether every layout is tried, and not only the config's (`--all`).
         limit_s: seconds after which the check is ended.
+        processes: number of ranks of each node; 0 before the number of GPUs is known.
+        node: name of the node on which this process runs.
+        nodes: node -> address of all nodes that are checked, in order.
     """
 
     config: Path | None
@@ -49,6 +52,9 @@ class Context:
     work: Path
     all_layouts: bool
     limit_s: float
+    processes: int = 0
+    node: str = ""
+    nodes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Check:
         module: name of its module; imported only where the check runs.
         place: where it runs.
         limit_s: seconds after which it is ended and reported as hanging, 60 to 120.
+        needs: names of checks after whose failure this one is skipped.
     """
 
     name: str
@@ -68,3 +75,4 @@ class Check:
     module: str
     place: Place
     limit_s: float = 60.0
+    needs: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Errors of NVIDIA GPUs: ECC counters and row remapping by nvidia-smi, Xid errors by the kernel's log.
+"""Errors of NVIDIA GPUs: ECC, row remapping, NVLink and MIG by nvidia-smi, Xid errors by the kernel's log.
 
 Formats: `nvidia-smi --query-gpu` and `--query-remapped-rows` with `--format=csv,noheader,nounits`; values that a GPU
 lacks are "[N/A]" or "[Not Supported]", and values of a lost GPU "[GPU is lost]" or "[Unknown Error]". The driver writes
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 GPU_QUERY = "index,pci.bus_id,name,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
+MODES_QUERY = "index,uuid,persistence_mode,mig.mode.current,driver_version"
 ROWS_QUERY = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
 
 FATAL_XIDS = {
@@ -55,6 +56,42 @@ def row_problems(text: str) -> list[str]:
         for bus, _pending, failure in _rows(text, 3)
         if failure.lower() == "yes" or (failure.isdecimal() and int(failure))
     ]
+
+
+def mode_problems(text: str) -> list[str]:
+    """Lists GPUs in MIG mode, and GPUs without persistence mode, from the answer to `MODES_QUERY`."""
+    found = []
+    for index, _uuid, persistence, mig, _driver in _rows(text, 5):
+        if mig == "Enabled":
+            found.append(f"GPU {index} is divided into MIG slices")
+        if persistence == "Disabled":
+            found.append(f"GPU {index} has persistence mode off")
+    return found
+
+
+def twin_problems(uuids: Iterable[str]) -> list[str]:
+    """Lists UUIDs that several GPUs have, from the UUIDs in order."""
+    found: dict[str, list[int]] = {}
+    for index, uuid in enumerate(uuids):
+        found.setdefault(uuid, []).append(index)
+    return [f"GPUs {', '.join(map(str, each))} have one UUID, {uuid}" for uuid, each in found.items() if len(each) > 1]
+
+
+def nvlink_problems(text: str) -> tuple[int, list[str]]:
+    """Reads the answer to `nvidia-smi nvlink --status`.
+
+    Returns:
+        The number of active links of all GPUs; and GPUs with fewer active links than the GPU with most.
+    """
+    active: dict[str, int] = {}
+    for line in text.splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            active[match[1]] = 0
+        elif re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
+            active[next(reversed(active))] += 1
+    most = max(active.values(), default=0)
+    problems = [f"GPU {gpu} has {count} of {most} NVLinks" for gpu, count in active.items() if count < most]
+    return sum(active.values()), problems
 
 
 def xid_problems(log: str, *, uptime_s: float) -> list[str]:

@@ -1,0 +1,107 @@
+"""`python -m headrace.doctor.agent HOST:PORT [NODE]`: makes the checks of one node for `headrace doctor`.
+
+Doctor starts one agent on each node, which connects to it and gets one check after another. An agent kills a check
+with all its children at the check's limit, and when the connection ends: nothing outlives doctor on any node, even
+when doctor is killed or its node fails.
+
+Protocol, JSON lines: {"token", "node"} from the agent; then a job (`headrace.doctor.rank.DoctorJob`) from doctor, and
+from the agent any number of {"finding"} and one {"ended": exit code or None if it was killed at its limit, "why"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from foundation.processes import adopt_orphans, end_descendants
+from headrace.doctor.rank import DoctorJob
+from pipeline.runtime.launch.rank_process import start_process
+
+TOKEN = "HEADRACE_DOCTOR_TOKEN"
+"""Environment variable with the secret by which doctor knows its agents."""
+_OF_SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""Variables by which a training that a check starts would take itself for a task of the agents' own step."""
+_POLL_S, _CONNECT_S = 0.05, 30.0
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""Options of TCP: a doctor whose node has failed is noticed after 20 s."""
+
+
+def main() -> None:
+    """Connects to doctor and makes its checks until the connection ends."""
+    host, _, port = sys.argv[1].rpartition(":")
+    for name in _OF_SRUN:
+        os.environ.pop(name, None)
+    adopt_orphans()
+    with socket.create_connection((host, int(port)), _CONNECT_S) as doctor, suppress(OSError):
+        doctor.settimeout(None)
+        doctor.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            doctor.setsockopt(socket.IPPROTO_TCP, option, value)
+        _send(doctor, {"token": os.environ.pop(TOKEN), "node": [*sys.argv, os.environ.get("SLURMD_NODENAME")][2]})
+        with doctor.makefile("rb", buffering=0) as jobs:  # no buffer: `_is_gone` reads the socket itself
+            for line in jobs:
+                _make(doctor, DoctorJob.read(json.loads(line)))
+
+
+def _make(doctor: socket.socket, job: DoctorJob) -> None:
+    """Runs a check as a process with a limit; sends its findings as they come, and its end."""
+    log = job.context.work.parent.parent / "logs" / f"{job.context.work.name}.{job.context.node}.log"
+    if not log.parent.is_dir():
+        why = f"{job.context.node} does not see {log.parent}: give --out a directory that all nodes share"
+        return _send(doctor, {"ended": 1, "why": why})
+    with tempfile.TemporaryDirectory(prefix="headrace-doctor-") as folder:
+        job = replace(job, findings=Path(folder, "findings"))
+        Path(folder, "job").write_text(job.as_json())
+        job.findings.touch()
+        command = [sys.executable, "-m", "headrace.doctor.rank", str(Path(folder, "job"))]
+        deadline = time.monotonic() + job.context.limit_s
+        process = start_process(command, output=log)
+        with job.findings.open("rb") as file:
+            while process.poll() is None and time.monotonic() < deadline and not _is_gone(doctor):
+                _forward(doctor, file)
+            code = process.poll()
+            if code is None:
+                process.kill()
+            left = end_descendants()
+            _forward(doctor, file)
+    blocked = f"processes {', '.join(map(str, left))} cannot be killed: a driver or file system blocks them"
+    return _send(doctor, {"ended": code, "why": blocked if left else f"its log is {log}"})
+
+
+def _forward(doctor: socket.socket, file: BinaryIO) -> None:
+    """Sends new findings that are complete lines; waits a moment."""
+    for line in _complete_lines(file):
+        _send(doctor, {"finding": json.loads(line)})
+    time.sleep(_POLL_S)
+
+
+def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
+    while (line := file.readline()).endswith(b"\n"):
+        yield line
+    file.seek(-len(line), os.SEEK_CUR)
+
+
+def _is_gone(doctor: socket.socket) -> bool:
+    """Whether doctor has ended: it sends nothing while a check runs."""
+    return bool(select.select([doctor], [], [], 0)[0])
+
+
+def _send(doctor: socket.socket, message: dict[str, Any]) -> None:
+    doctor.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        end_descendants()

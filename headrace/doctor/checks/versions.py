@@ -1,0 +1,42 @@
+"""Check of nodes: versions of Python, torch, CUDA, driver, NCCL and DeepSpeed, which have to be equal on all nodes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from foundation.gpu_drivers import driver_version
+from headrace.doctor.check import Context, Finding
+
+_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "numpy")
+
+
+def run(context: Context) -> Iterator[Finding]:
+    """Lists the versions of this node."""
+    del context
+    import torch  # noqa: PLC0415  only in the check's process
+
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    found |= {"cuda": torch.version.cuda, "rocm": torch.version.hip, "driver": driver_version()}
+    if torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Finding(True, "versions", figures={name: version for name, version in found.items() if version})
+
+
+def compare(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Reports versions that differ between nodes."""
+    nodes = {each.where: each.figures for each in findings if each.passed}
+    for name in dict.fromkeys(name for figures in nodes.values() for name in figures):
+        having: dict[str, list[str]] = {}
+        for node, figures in nodes.items():
+            having.setdefault(str(figures.get(name, "none")), []).append(node)
+        if len(having) > 1:
+            text = "; ".join(f"{version} on {', '.join(each)}" for version, each in having.items())
+            meaning = "ranks of different versions hang, or compute different numbers"
+            remedy = "give all nodes one environment: HEADRACE_VENV on a file system that all see, or one image"
+            yield Finding(False, f"{name}: {text}", meaning, remedy)
