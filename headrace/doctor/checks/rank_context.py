@@ -1,4 +1,4 @@
-"""What the checks on ranks share: config, device, machine, rendezvous, and findings made of errors."""
+"""What the checks on ranks share: config, device, machine, rendezvous, values of all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foundation.errors import HeadraceError
-from headrace.doctor.check import Context, Finding
+from headrace.doctor.check import Context
 from pipeline.config.load import load_config
 from pipeline.config.sections.run import Config
 from pipeline.runtime.launch.rendezvous import Rendezvous
@@ -54,10 +53,3 @@ def gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def failure(error: HeadraceError, meaning: str) -> Finding:
-    """A failed check from an error, whose first line says what was seen and whose `try:` says what to do."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    remedies = [line.removeprefix("try: ") for line in lines if line.startswith("try: ")]
-    return Finding(False, lines[0], meaning, "".join(remedies[:1]) or "see the log of the check")

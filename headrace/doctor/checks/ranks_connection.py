@@ -13,19 +13,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from foundation.errors import ConfigError, LostError, TrainingError
+from foundation.errors import ConfigError
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.rank_context import config_of, device_here, failure, gathered, machine_here, rendezvous_here
+from headrace.doctor.checks.rank_context import config_of, device_here, gathered, machine_here, rendezvous_here
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.topology import Topology
 from pipeline.engines.parallel.mesh import Mesh, engine_groups
 from pipeline.run.preflight import preflight
 
-_MEANING = "a training on these ranks would wait for this rank in its first step until its timeout"
-
 
 def run(context: Context) -> Iterable[Finding]:
-    """Runs the check; rank 0 reports, and every rank reports a rank that is missing."""
+    """Runs the check; rank 0 reports.
+
+    Raises:
+        LostError: a rank did not come; the error names it and its host.
+        TrainingError: an all-reduce gave a wrong sum.
+    """
     world, device = dist.get_world_size(), device_here()
     if world == 1:
         yield Finding(None, "There is one rank, and no connection to check.")
@@ -34,12 +37,8 @@ def run(context: Context) -> Iterable[Finding]:
     if reason and dist.get_rank() == 0:
         yield Finding(None, f"The groups of the config's layout are not checked: {reason}.")
     before, more = _used_mib(device), partial(engine_groups, resolved) if resolved else lambda _mesh: {}
-    try:
-        make = partial(_mesh, resolved, world, device)
-        summary = preflight(rendezvous_here(context), make, device=device, make_more=more)[1]
-    except (LostError, TrainingError) as error:
-        yield failure(error, _MEANING)
-        return
+    make = partial(_mesh, resolved, world, device)
+    summary = preflight(rendezvous_here(context), make, device=device, make_more=more)[1]
     used = gathered((before, _used_mib(device)))
     if dist.get_rank() == 0:
         grown = max(after - first for first, after in used)

@@ -24,7 +24,7 @@ class Case:
             engine loads that state and repeats the following steps.
         noise: relative size of random noise on the initial values; 0 for none.
         resave: whether the state loaded from `resume_from` is saved again at once, after the same step.
-        timed: whether the last step is profiled for the ranks' own times.
+        timed: whether the last steps are profiled for the ranks' own times.
     """
 
     name: str
@@ -54,7 +54,7 @@ class CaseResult:
         resumed_losses: step -> loss of the steps repeated from another case's state.
         heldout_loss: cross-entropy per target on held-out data after the last step, nats.
         step_s: step -> seconds of the engine's step on rank 0.
-        own_s: each rank's own seconds in the last step, without waits for other ranks; empty if it is not profiled.
+        own_s: each rank's own seconds of a step, without waits for other ranks, the least of the profiled steps.
         layout: description of the layout.
         seconds: wall time from the start of its processes to their end, in seconds.
         cpu_seconds: CPU time of all processes together.

@@ -33,7 +33,10 @@ from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.plan.proof.case import Case, CaseResult, write_result
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.runtime.launch import Launch, process_group
-from pipeline.runtime.metrics.own_time import Span, host_seconds, kernel_seconds, profiled
+from pipeline.runtime.metrics.own_time import host_seconds, kernel_seconds, profiled
+
+PROFILED = 3
+"""Last steps of a case that are profiled if it is timed."""
 
 
 def run_rank(case: Case, directory: Path, *, rank: int, port: int, gpu: bool = False) -> None:
@@ -99,18 +102,19 @@ def _train(
 ) -> CaseResult:
     run = prepared.run
     case_result = CaseResult(directory, layout=run.layout)
-    spans: list[Span] = []
+    own_s: list[float] = []
     for batch in _steps(prepared, loader_arguments, first=1):
-        profile = profiled(gpu=torch.cuda.is_initialized()) if case.timed and batch.step == run.steps else None
+        profiles = case.timed and batch.step > run.steps - PROFILED
         started = time.perf_counter()
-        with profile or nullcontext(spans) as spans:
+        with profiled(gpu=torch.cuda.is_initialized()) if profiles else nullcontext([]) as spans:
             result = require_finite_step(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
             case_result.step_s[batch.step] = time.perf_counter() - started
+        own_s += [max(host_seconds(spans), kernel_seconds(spans))] if profiles else []
         case_result.losses[batch.step], case_result.grad_norms[batch.step] = result.loss, result.grad_norm
         if batch.step in case.save:
             _save(engine, case_result.state(batch.step))
     if case.timed:
-        case_result.own_s.extend(_of_all_ranks(max(host_seconds(spans), kernel_seconds(spans))))
+        case_result.own_s.extend(_of_all_ranks(min(own_s)))
     sums = engine.evaluate(_heldout(prepared, loader_arguments)) if prepared.heldout else None
     if case.resume_from is not None:
         name, saved = case.resume_from

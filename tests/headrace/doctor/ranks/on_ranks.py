@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from foundation.errors import LostError
 from headrace.doctor.check import Context, Finding
 
 BAD = 2
@@ -26,7 +27,10 @@ def check(rank: int, name: str, work: str, config: str | None, fault: str | None
     with ExitStack() as stack:
         if fault is not None:
             stack.enter_context(FAULTS[fault](rank))
-        return [asdict(each) for each in import_module(f"headrace.doctor.checks.{name}").run(context)]
+        try:
+            return [asdict(each) for each in import_module(f"headrace.doctor.checks.{name}").run(context)]
+        except LostError as error:  # the runner makes a finding of it (`headrace.doctor.rank`)
+            return [asdict(Finding(False, str(error)))]
 
 
 @contextmanager
