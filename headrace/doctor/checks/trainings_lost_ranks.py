@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from foundation.errors import TrainingError
 from foundation.processes import state_of
@@ -107,8 +108,8 @@ class _Trial:
             return 0
         return max((row["step"] for row in read_rows(self.folder / "run", kind="step")), default=0)
 
-    def _faults(self) -> list[dict]:  # type: ignore[type-arg]
-        return read_faults(self.folder / "run")
+    def _faults(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in read_faults(self.folder / "run")]
 
     def _wait(self, condition: Callable[[], bool], within_s: float = 1e9) -> bool:
         """Waits until a condition holds; returns whether it does in time."""

@@ -20,13 +20,14 @@ class PeakMemory:
 
     Attributes:
         names: names of the values in rows of metrics; all are peaks since the process began. On a GPU `allocated` is
-            the memory of tensors, and `reserved` the memory that torch has taken from the device. On a CPU `resident`
-            includes memory-mapped token files.
+            the memory of tensors, and `reserved` the memory that torch has taken from the device; `retries` counts
+            allocations for which the allocator had to free its cache. On a CPU `resident` includes memory-mapped token
+            files.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        gpu = ("memory_allocated_bytes", "memory_reserved_bytes")
+        gpu = ("memory_allocated_bytes", "memory_reserved_bytes", "memory_alloc_retries")
         self.names = gpu if device.type == "cuda" else ("memory_resident_bytes",)
 
     def read(self) -> list[int]:
@@ -34,7 +35,8 @@ class PeakMemory:
         if self._device.type != "cuda":
             return [resident_peak()]
         stats = torch.cuda.memory_stats(self._device)
-        return [stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)]
+        keys = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
+        return [stats.get(key, 0) for key in keys]
 
 
 def resident_peak() -> int:

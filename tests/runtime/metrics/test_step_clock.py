@@ -97,11 +97,15 @@ def test_a_run_has_its_costs_in_every_row_and_profiles_the_steps_asked_for(token
 
 
 def test_the_peaks_of_a_gpu_are_those_since_the_process_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {"allocated_bytes.all.peak": 7 << 30, "reserved_bytes.all.peak": 9 << 30}
+    stats = {"allocated_bytes.all.peak": 7 << 30, "reserved_bytes.all.peak": 9 << 30, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: stats)
     meter = PeakMemory(torch.device("cuda", 0))
     values = dict(zip(meter.names, meter.read(), strict=True))
-    assert values == {"memory_allocated_bytes": 7 << 30, "memory_reserved_bytes": 9 << 30}
+    assert values == {
+        "memory_allocated_bytes": 7 << 30,
+        "memory_reserved_bytes": 9 << 30,
+        "memory_alloc_retries": 2,
+    }
     assert show_memory(values) == "mem 7.0 GiB (9.0 reserved)"
 
 
