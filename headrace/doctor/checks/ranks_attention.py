@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.rank_context import device_here, gathered, rendezvous_here
+from headrace.doctor.checks.shared import device_here, gathered, judged, rendezvous_here
 from pipeline.config.topology import sequence_chunks
 from pipeline.engines.parallel.context import UlyssesAttention
 from pipeline.engines.parallel.ring import RingAttention
@@ -26,10 +26,7 @@ from pipeline.plan.proof.tolerance import fp32_tolerance, half_tolerance
 _NAMES = ["output", "gradient of the queries", "gradient of the keys", "gradient of the values"]
 _SIZE = 64
 """Head size: the smallest of the models that are trained with context parallelism."""
-_METHODS: dict[str, type[RingAttention | UlyssesAttention]] = {
-    "ring attention": RingAttention,
-    "Ulysses": UlyssesAttention,
-}
+_METHODS: dict[str, type[Any]] = {"ring attention": RingAttention, "Ulysses": UlyssesAttention}
 
 
 def run(context: Context) -> Iterable[Finding]:
@@ -47,13 +44,11 @@ def run(context: Context) -> Iterable[Finding]:
 
 
 def _finding(method: str, share: float, difference: float, tolerance: float, tensor: str, *, where: str) -> Finding:
-    text = f"{method}: the largest relative error is {difference:.1e}, of the {tensor} on {where}"
-    figures = {"largest_error": difference, "tolerance": tolerance}
-    if share <= 1:
-        return Finding(True, f"{text} (tolerance {tolerance:.1e}).", figures=figures)
+    text = f"{method}: the largest relative error is {difference:.1e} of the {tensor} on {where} (tolerance"
     meaning = "a training with parallel.cp would learn from wrong gradients without an error"
     remedy = "use the other parallel.cp_method on this machine, and report this with the versions of torch and driver"
-    return Finding(False, f"{text}, and {tolerance:.1e} is allowed.", meaning, remedy, figures, where)
+    figures = {"largest_error": difference, "tolerance": tolerance}
+    return judged(share <= 1, f"{text} {tolerance:.1e}).", meaning, remedy, figures, where)
 
 
 def _masks(length: int) -> list[tuple[str, Tensor | None, int | None]]:

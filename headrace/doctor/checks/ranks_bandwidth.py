@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.rank_context import device_here, gathered, machine_here, rendezvous_here
+from headrace.doctor.checks.shared import device_here, gathered, judged, machine_here, rendezvous_here
 from pipeline.plan.calibration.measure import seconds_of
 from pipeline.runtime.launch.rendezvous import Rendezvous
-from pipeline.runtime.machines.machine import Machine
 
 _BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
 """Bytes of a collective and of a message: on a GPU as many as the largest size of `headrace plan --calibrate`."""
@@ -37,23 +36,21 @@ def run(context: Context) -> Iterable[Finding]:
     if dist.get_world_size() == 1:
         yield Finding(None, "There is one rank, and no link to measure.")
         return
-    device, rendezvous = device_here(), rendezvous_here(context)
-    hosts = gathered(os.uname().nodename)
-    busy = {f"{name}_gb_per_s": round(value / 1e9, 3) for name, value in _collectives(device)}
+    device, rendezvous, hosts = device_here(), rendezvous_here(context), gathered(os.uname().nodename)
+    rates = {f"{name}_gb_per_s": round(value / 1e9, 3) for name, value in _collectives(device)}
     wrong = [rank for rank, right in enumerate(gathered(_uneven_is_right(device))) if not right]
     pairs = {pair: rate for found in gathered(list(_pairs(device))) for pair, rate in found}
     if dist.get_rank() == 0:
-        if wrong:
-            text = f"An all-to-all with uneven parts gave {rendezvous.describe(wrong)} wrong values."
-            meaning = "expert parallelism would train on the rows of other tokens"
-            yield Finding(False, text, meaning, "look for hardware that corrupts data, then for another NCCL")
-        yield _judged(busy, _least(machine_here(device), within=len(set(hosts)) == 1, pair=False))
-        yield _slow_pairs(pairs, hosts, machine_here(device), rendezvous)
+        text = f"An all-to-all with uneven parts gave {rendezvous.describe(wrong) or 'no rank'} wrong values."
+        meaning = "expert parallelism would train on the rows of other tokens"
+        yield judged(not wrong, text, meaning, "look for hardware that corrupts data, then for another NCCL")
+        yield _judged(rates, _least(within=len(set(hosts)) == 1, pair=False))
+        yield _slow_pairs(pairs, hosts, rendezvous)
 
 
-def _least(machine: Machine | None, *, within: bool, pair: bool) -> float | None:
+def _least(*, within: bool, pair: bool) -> float | None:
     """The least bytes per second that a healthy link moves; None for an unknown machine."""
-    if machine is None:
+    if (machine := machine_here()) is None:
         return None
     link = machine.links.within if within else machine.links.between
     shared = machine.links.within_links if within and pair else 1
@@ -61,39 +58,30 @@ def _least(machine: Machine | None, *, within: bool, pair: bool) -> float | None
 
 
 def _judged(rates: dict[str, float], least: float | None) -> Finding:
-    text = "Bus bandwidth in GB/s: " + ", ".join(
-        f"{name[:-9].replace('_', ' ')} {rate}" for name, rate in rates.items()
-    )
+    shown = ", ".join(f"{name[:-9].replace('_', ' ')} {rate}" for name, rate in rates.items())
+    text = f"Bus bandwidth in GB/s: {shown}"
     if least is None:
         return Finding(None, f"{text}; no rate of this machine is known to compare it with.", figures=rates)
-    text += f"; the link's rate lets expect {least / 1e9:.3g} or more."
-    if min(rates.values()) >= least / 1e9:
-        return Finding(True, text, figures=rates)
     remedy = "see the pairs of ranks; nvidia-smi topo -m, NCCL_DEBUG=INFO, and the network's cards and cables"
-    return Finding(False, text, "a step would take longer than `headrace plan` predicts", remedy, rates)
+    text, meaning = f"{text} (least {least / 1e9:.3g}).", "a step would take longer than `headrace plan` predicts"
+    return judged(min(rates.values()) >= least / 1e9, text, meaning, remedy, rates)
 
 
-def _slow_pairs(
-    rates: dict[tuple[int, int], float], hosts: list[str], machine: Machine | None, rendezvous: Rendezvous
-) -> Finding:
+def _slow_pairs(rates: dict[tuple[int, int], float], hosts: list[str], rendezvous: Rendezvous) -> Finding:
     def shown(pair: tuple[int, int]) -> str:
-        return f"{rendezvous.describe(pair).replace(', ', ' to ')}: {rates[pair] / 1e9:.3g} GB/s"
+        return rendezvous.describe(pair).replace(", ", " to ")
 
-    median = statistics.median(rates.values())
-    order = sorted(rates, key=lambda pair: rates[pair])
-    slow = [
-        (a, b)
-        for a, b in order
-        if rates[a, b] < (_least(machine, within=hosts[a] == hosts[b], pair=True) or median / SLOW)
-    ]
+    def is_slow(pair: tuple[int, int]) -> bool:
+        return rates[pair] < (_least(within=hosts[pair[0]] == hosts[pair[1]], pair=True) or median / SLOW)
+
+    median, order = statistics.median(rates.values()), sorted(rates, key=lambda pair: rates[pair])
+    slow = list(filter(is_slow, order))
     figures = {"median_gb_per_s": round(median / 1e9, 3), "least_gb_per_s": round(rates[order[0]] / 1e9, 3)}
-    text = f"{len(rates)} directions between pairs of ranks move {median / 1e9:.3g} GB/s (median)"
-    if not slow:
-        return Finding(True, f"{text}; the slowest is {shown(order[0])}.", figures=figures)
+    named = "; ".join(f"{shown(pair)}: {rates[pair] / 1e9:.3g} GB/s" for pair in slow[:4] or order[:1])
+    text = f"{len(rates)} directions between pairs of ranks move {median / 1e9:.3g} GB/s (median), {len(slow)} are slow"
     meaning = "every collective over this pair is as slow as the pair, on all ranks"
     remedy = "check cards, cables and ports between these hosts (ibstat, ethtool, nvidia-smi nvlink -s)"
-    found = f"{text}; {len(slow)} are slow: {'; '.join(map(shown, slow[:4]))}."
-    return Finding(False, found, meaning, remedy, figures, where=rendezvous.describe(slow[0]).replace(", ", " to "))
+    return judged(not slow, f"{text}; the slowest: {named}.", meaning, remedy, figures, shown(order[0]))
 
 
 def _collectives(device: torch.device) -> Iterator[tuple[str, float]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from foundation.errors import ConfigError
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.rank_context import config_of, device_here, gathered, machine_here, rendezvous_here
+from headrace.doctor.checks.shared import config_of, device_here, gathered, machine_here, rendezvous_here
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.topology import Topology
 from pipeline.engines.parallel.mesh import Mesh, engine_groups
@@ -43,7 +43,7 @@ def run(context: Context) -> Iterable[Finding]:
     if dist.get_rank() == 0:
         grown = max(after - first for first, after in used)
         figures = {"ranks": world, "memory_before_mib": max(used)[0], "connections_mib": grown}
-        if machine := machine_here(device):
+        if machine := machine_here():
             figures["planned_context_and_nccl_mib"] = round(machine.overhead.bytes[1] / 2**20)
         text = f"All {world} ranks are connected ({summary.removeprefix('preflight: ')}); the connections take up to"
         yield Finding(True, f"{text} {grown} MiB per rank.", figures=figures)

@@ -15,8 +15,7 @@ import torch
 from foundation.configfile import ConfigTree
 from foundation.errors import ConfigError
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.rank_context import config_of
-from headrace.doctor.checks.small_runs import small_run, start
+from headrace.doctor.checks.shared import config_of, finish, judged, small_run, start
 from pipeline.config.rules.resolve import resolve
 from pipeline.plan.calibration.score import Score, machine_of, read_measured, score
 from pipeline.plan.predict.plan import Plan, make_plan
@@ -40,9 +39,9 @@ def run(context: Context) -> Iterable[Finding]:
     try:
         ranks, config = _training(context, folder, gpus)
     except ConfigError as error:
-        yield Finding(None, f"This machine cannot train the config alone: {str(error).splitlines()[0]}")
+        yield Finding(None, f"This machine cannot train the config alone: {error.cause}")
         return
-    start(config, folder, processes=ranks).finish(0.9 * context.limit_s)
+    finish(start(config, folder, ranks=ranks), folder, within_s=0.9 * context.limit_s)
     measured = read_measured(folder / "run")
     try:
         machine = machine_of(measured) if gpus else load_machine("cpu")
@@ -61,7 +60,7 @@ def _training(context: Context, folder: Path, gpus: int) -> tuple[int, ConfigTre
     """
     if not gpus:
         small = small_run(context, steps=_STEPS)
-        return small.shrunk.topology.world_size, small.config(folder)
+        return small.ranks, small.config(folder)
     config = config_of(context)
     resolve(config, world_size=gpus)
     raw = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
@@ -74,32 +73,25 @@ def _training(context: Context, folder: Path, gpus: int) -> tuple[int, ConfigTre
 
 
 def _findings(found: Score, plan: Plan, run_dir: Path) -> Iterator[Finding]:
-    gib, peak, measured = 2**30, plan.memory.peak, found.memory.measured
-    text = f"Peak memory of a rank: {measured / gib:.2f} GiB, planned {peak.low / gib:.2f} to {peak.high / gib:.2f}"
-    figures = {"peak_gib": measured / gib, "planned_gib": found.memory.predicted / gib}
-    if measured <= _HIGHER * peak.high:
-        yield Finding(True, f"{text}.", figures=figures)
-    else:
-        meaning = "a run that the plan lets fit may run out of memory"
-        yield Finding(False, f"{text}.", meaning, "headrace plan --score, and a smaller micro-batch", figures)
+    peak, measured = plan.memory.peak.map(lambda each: each / 2**30), found.memory.measured / 2**30
+    text = f"Peak memory of a rank: {measured:.2f} GiB, planned {peak.low:.2f} to {peak.high:.2f}."
+    figures, remedy = (
+        {"peak_gib": measured, "planned_gib": peak.typical},
+        "headrace plan --score; a smaller micro-batch",
+    )
+    yield judged(measured <= _HIGHER * peak.high, text, "a run that the plan lets fit may not fit", remedy, figures)
     retries = found.measured.peak("memory_alloc_retries")
-    if retries:
-        meaning, remedy = "each retry frees the cache and stalls all ranks", "a smaller micro-batch; see memory above"
-        yield Finding(False, f"The allocator had to retry {retries} times.", meaning, remedy, {"retries": retries})
-    elif retries == 0:
-        yield Finding(True, "The allocator never had to retry.", figures={"retries": 0})
+    if "memory_alloc_retries" in found.measured.record["memory"]:
+        text = f"The allocator had to retry {retries} times."
+        yield judged(not retries, text, "each retry frees the cache and stalls all ranks", "a smaller micro-batch")
     rates = [row["mfu"] for row in read_rows(run_dir, kind="step") if row.get("mfu")][-10:]
     if not rates or plan.mfu is None:
-        why = "this device has no known peak" if not rates else "the architecture's FLOPs are unknown"
-        yield Finding(None, f"MFU and the allocator's retries are not compared: {why}, or it is no GPU.")
+        yield Finding(None, "MFU is not compared: no peak is known of this device, or no FLOPs of the architecture.")
         return
-    mfu, low = statistics.median(rates), plan.mfu.low
-    text, figures = (
-        f"MFU {mfu:.1%}, planned {low:.1%} to {plan.mfu.high:.1%}",
-        {"mfu": mfu, "planned_mfu": plan.mfu.typical},
+    mfu, planned = statistics.median(rates), plan.mfu
+    text, remedy = (
+        f"MFU {mfu:.1%}, planned {planned.low:.1%} to {planned.high:.1%}.",
+        "see the checks of links and clocks",
     )
-    if mfu >= _LOWER * low:
-        yield Finding(True, f"{text}.", figures=figures)
-    else:
-        remedy = "see the checks of links and clocks above; headrace train with section profile shows what waits"
-        yield Finding(False, f"{text}.", "the run would take longer and cost more than planned", remedy, figures)
+    meaning, figures = "the run would take longer and cost more than planned", {"mfu": mfu, "planned": planned.typical}
+    yield judged(mfu >= _LOWER * planned.low, text, meaning, remedy, figures)

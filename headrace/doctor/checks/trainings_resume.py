@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from foundation.directory import read_manifest, verify
 from headrace.doctor.check import Context, Finding
-from headrace.doctor.checks.small_runs import small_run, start
+from headrace.doctor.checks.shared import finish, judged, small_run, start
 from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.plan.proof.tolerance import LOSS_FP32, UNIT_ROUNDOFF
@@ -28,8 +29,8 @@ def run(context: Context) -> Iterable[Finding]:
         TrainingError: the training that saves has failed.
     """
     small, folder = small_run(context, steps=_STEPS), context.work / "saves"
-    topology, config = small.shrunk.topology, small.config(folder, checkpoint_every=2, keep_checkpoints=4)
-    start(config, folder, processes=topology.world_size).finish(0.6 * context.limit_s)
+    config = small.config(folder, checkpoint_every=2, keep_checkpoints=4)
+    finish(start(config, folder, ranks=small.ranks), folder, within_s=0.6 * context.limit_s)
     saved = folder / "run" / "checkpoints" / f"step-{_SAVED:08d}"
     damaged = [name for name, good in verify(saved, read_manifest(saved, kind="checkpoint")) if not good]
     if damaged:
@@ -38,42 +39,28 @@ def run(context: Context) -> Iterable[Finding]:
         return
     (context.work / "saved").mkdir()
     (context.work / "saved" / f"step-{_SAVED}").symlink_to(saved)
-    precision = small.shrunk.precision if small.gpus else "fp32"
-    case = small.shrunk.reference("resumes", precision=precision, tokens=small.tokens)
-    result = run_cases(
-        [replace(case, save=(), resume_from=("saved", _SAVED), resave=True)],
-        context.work,
-        gpus=small.gpus,
-    )["resumes"]
+    case = small.shrunk.reference("resumes", precision=small.precision, tokens=small.tokens)
+    case = replace(case, save=(), resume_from=("saved", _SAVED), resave=True)
+    result = run_cases([case], context.work, gpus=small.gpus)[case.name]
     if result.error is not None:
         error = result.error.splitlines()[-1]
         yield Finding(False, f"One process could not resume: {error}", _LOST, "headrace checkpoint verify the step")
         return
-    changed, count = _different(saved, result.state(_SAVED))
-    about = f"{count} tensors that {small.place} ({topology}) saved during steps and one process loaded"
-    if changed:
-        text = f"Of {about}, {len(changed)} differ: {', '.join(changed[:4])}."
-        yield Finding(False, text, _LOST, "do not resume in another layout here; report it with the layout")
-    else:
-        yield Finding(True, f"All {about} are equal bit for bit.", figures={"tensors": count})
+    ours, theirs = _state(saved), _state(result.state(_SAVED))
+    changed = [k for k in sorted({*ours, *theirs}) if k not in ours or k not in theirs or not ours[k].equal(theirs[k])]
+    text = f"Of {len(ours)} tensors that {small} saved during steps and one process loaded, {len(changed)} differ"
+    text += f": {', '.join(changed[:4])}." if changed else " by a bit."
+    yield judged(not changed, text, _LOST, "do not resume in another layout here", {"tensors": len(ours)})
     losses = {row["step"]: row["loss"] for row in read_rows(folder / "run", kind="step")}
-    away = max(abs(loss - losses[step]) / abs(losses[step]) for step, loss in result.resumed_losses.items())
-    allowed = LOSS_FP32 if precision == "fp32" else UNIT_ROUNDOFF[precision]
-    text, figures = f"The losses after the resume differ by {away:.1e} (tolerance {allowed:.1e})", {"difference": away}
-    if away <= allowed:
-        yield Finding(True, f"{text}.", figures=figures)
-    else:
-        yield Finding(False, f"{text}.", "a resumed run would leave its curve", "headrace prove --config F", figures)
+    away = max(abs(loss / losses[step] - 1) for step, loss in result.resumed_losses.items())
+    allowed = LOSS_FP32 if small.precision == "fp32" else UNIT_ROUNDOFF[small.precision]
+    text = f"The losses after the resume differ by {away:.1e} (tolerance {allowed:.1e})."
+    yield judged(away <= allowed, text, "a resumed run would leave its curve", "headrace prove", {"difference": away})
 
 
-def _different(first: Path, second: Path) -> tuple[list[str], int]:
-    """Keys of tensors that are not equal in two states, or that one of them lacks; and the number of all."""
-    states = []
-    for directory in (first, second):
-        metadata = read_metadata(directory)
-        state = {each.key: torch.empty(each.shape, dtype=each.dtype) for each in metadata.tensors}
-        ShardReader(directory, metadata).read(state)
-        states.append(state)
-    ours, theirs = states
-    keys = sorted({*ours, *theirs})
-    return [key for key in keys if key not in ours or key not in theirs or not ours[key].equal(theirs[key])], len(keys)
+def _state(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by key."""
+    metadata = read_metadata(directory)
+    state = {each.key: torch.empty(each.shape, dtype=each.dtype) for each in metadata.tensors}
+    ShardReader(directory, metadata).read(state)
+    return state

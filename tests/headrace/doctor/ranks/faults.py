@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.support import flip_a_byte
-from tests.throttled import __file__ as THROTTLED
 
 _MORE = 1000 << 20
 """Bytes that a training takes beside its own: more than the plan of a CPU leaves (0.4 of 1.1 GiB are in use)."""
@@ -33,15 +31,23 @@ def swapped_gradients() -> None:
     ring.attention_backward = backward
 
 
-def throttled_rank() -> None:
-    """In the second case, rank 1 works at a sixth of its speed."""
+@torch.library.custom_op("tests::slow", mutates_args=())
+def slow(value: torch.Tensor) -> torch.Tensor:
+    """An operator that takes 2 ms, as on a device at a fraction of its clock."""
+    time.sleep(0.002)
+    return value.clone()
+
+
+def slow_rank() -> None:
+    """In the second case, every layer of rank 1 takes 2 ms more."""
     from pipeline.plan.proof import rank  # noqa: PLC0415
 
     real = rank.build_engine
 
     def build(run: Any, *arguments: Any, **options: Any) -> Any:
         if dist.get_rank() == 1 and run.config.parallel.schedule == "gpipe":
-            subprocess.Popen([sys.executable, THROTTLED, "--pid", str(os.getpid()), "6"], start_new_session=True)
+            hook = torch.nn.modules.module.register_module_forward_pre_hook
+            hook(lambda module, _: None if [*module.children()] else slow(torch.ones(1)) and None)
         return real(run, *arguments, **options)
 
     rank.build_engine = build
@@ -49,16 +55,16 @@ def throttled_rank() -> None:
 
 def damaged_checkpoint() -> None:
     """A bit of a weight is flipped after the checkpoint was written."""
-    from headrace.doctor.checks import small_runs  # noqa: PLC0415
+    from headrace.doctor.checks import trainings_resume as check  # noqa: PLC0415
 
-    real = small_runs.TrainingProcess.finish
+    real = check.finish
 
-    def finish(self: Any, within_s: float) -> None:
-        real(self, within_s)
-        files = sorted((self.folder / "run/checkpoints/step-00000004").rglob("*"), key=lambda each: each.stat().st_size)
+    def finish(training: Any, folder: Path, *, within_s: float) -> None:
+        real(training, folder, within_s=within_s)
+        files = sorted((folder / "run/checkpoints/step-00000004").rglob("*"), key=lambda each: each.stat().st_size)
         flip_a_byte(files[-1])
 
-    small_runs.TrainingProcess.finish = finish  # type: ignore[method-assign]
+    check.finish = finish
 
 
 def changed_moment() -> None:
@@ -69,7 +75,9 @@ def changed_moment() -> None:
 
     def read(state: Any, directory: Path, **options: Any) -> None:
         real(state, directory, **options)
-        next(value for key, value in state.items() if key.startswith("exp_avg_sq/")).mul_(1.5)
+        moment = next(value for key, value in state.items() if key.startswith("exp_avg_sq/"))
+        for part in moment.parts.values():
+            part.mul_(1.5)
 
     named_state.read = read
 
@@ -78,8 +86,7 @@ def no_watchdog() -> None:
     """The runs have no watchdog; only a rank that is stopped is tried, for 6 s."""
     from headrace.doctor.checks import trainings_lost_ranks as check  # noqa: PLC0415
 
-    real = check.start
-    check.start = lambda config, *rest, **options: real({**config, "watchdog": {"enabled": False}}, *rest, **options)
+    check.WATCHDOG = {"enabled": False}
     check.OUT_S, check._FAULTS = 6.0, dict(list(check._FAULTS.items())[1:3])
 
 
@@ -100,5 +107,5 @@ def more_memory() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (swapped_gradients, throttled_rank, damaged_checkpoint, changed_moment, no_watchdog, more_memory)
+    for each in (swapped_gradients, slow_rank, damaged_checkpoint, changed_moment, no_watchdog, more_memory)
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.doctor.checks.trainings_gradients import LAYOUTS
+from headrace.doctor.checks.shared import LAYOUTS
 from tests import warm
 from tests.headrace.doctor.ranks.test_ranks import config_with
 from tests.support import output_of
@@ -45,7 +45,7 @@ def test_swapped_gradients_on_one_rank_are_found(tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_every_layout_of_the_table_is_compared(tmp_path: Path) -> None:
     findings = found("trainings_gradients", tmp_path, everything="all", limit_s=1000.0)
-    assert len(findings) >= len(json.loads(LAYOUTS.read_text()))
+    assert len(findings) >= len(LAYOUTS["layouts"])
     assert {each["passed"] for each in findings} <= {True, None}, [f for f in findings if f["passed"] is False]
     assert [each["text"] for each in findings if each["passed"] is None] == [
         "fp8: fp8 products take larger matrices than a shrunk model's: compared in bf16."
@@ -54,7 +54,7 @@ def test_every_layout_of_the_table_is_compared(tmp_path: Path) -> None:
 
 def test_schedules_are_timed_against_their_simulation_and_a_straggler_is_named(tmp_path: Path) -> None:
     config = config_with(tmp_path / "c.json", parallel={"pp": 2, "schedule": "gpipe"}, zero_optimization={"stage": 0})
-    healthy, slow = found("trainings_schedules", tmp_path, config=config, fault="throttled_rank")
+    healthy, slow = found("trainings_schedules", tmp_path, config=config, fault="slow_rank")
     assert healthy["passed"], healthy
     assert healthy["figures"]["ratio"] == pytest.approx(1.0)
     assert slow["passed"] is False
@@ -84,12 +84,13 @@ def test_lost_ranks_are_named_and_the_run_goes_on(tmp_path: Path) -> None:
     findings = found("trainings_lost_ranks", tmp_path, everything="all")
     assert [each["passed"] for each in findings] == [True] * 5, findings
     assert all(each["figures"]["seconds_until_all_ended"] < 60 for each in findings[:4])
+    assert all("named were ranks [1]" in each["text"] for each in findings[:4])
 
 
 def test_a_stopped_rank_that_nobody_names_is_found(tmp_path: Path) -> None:
     finding = found("trainings_lost_ranks", tmp_path, fault="no_watchdog")[0]
     assert finding["passed"] is False
-    assert "no rank was named, and processes were left after 6 s" in finding["text"]
+    assert "named were ranks [], and processes were left after 6 s" in finding["text"]
 
 
 def test_memory_beyond_the_plan_and_retries_of_the_allocator_are_found(tmp_path: Path) -> None:
