@@ -7,7 +7,7 @@ on every other host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -25,12 +25,21 @@ _ELEMENTS = 1 << 15
 _ALL = "all ranks"
 
 
-def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: torch.device) -> tuple[Mesh, str]:
+def preflight(
+    rendezvous: Rendezvous,
+    make_mesh: Callable[[], Mesh],
+    *,
+    device: torch.device,
+    make_more: Callable[[Mesh], Mapping[str, dist.ProcessGroup | None]] = lambda _mesh: {},
+) -> tuple[Mesh, str]:
     """Makes the process groups, then checks the result of an all-reduce over every axis and over all ranks.
 
     Args:
         rendezvous: the rendezvous of two or more ranks, from `process_group`.
         make_mesh: makes the process groups of this rank.
+        device: this rank's device.
+        make_more: makes further groups to check, by names that are the same on all ranks; None for a group that this
+            rank is not in.
 
     Returns:
         The mesh, and one line for people: the size of each axis, and the duration of the all-reduces.
@@ -42,17 +51,22 @@ def preflight(rendezvous: Rendezvous, make_mesh: Callable[[], Mesh], *, device: 
     barrier(rendezvous, "before process groups were made")
     with deadline(rendezvous, "while process groups were made"):
         mesh = make_mesh()
+        more = make_more(mesh)
     barrier(rendezvous, "before the first all-reduce")
     world = dist.group.WORLD
     assert world is not None
-    used = {axis: group for axis, group in _groups(mesh).items() if group is not None}
+    groups = {**mesh.groups(), **more}
     # a group's first all-reduce opens its connections, and is left out of the printed time
-    for axis, group in [*used.items(), (_ALL, world)]:
+    for axis, group in [*groups.items(), (_ALL, world)]:
+        if group is None:
+            rendezvous.mark(f"passed/{axis}")
+            continue
         # nccl connects inside the call, before its own timeout counts
         watched = device.type == "cuda"
         where = f"in the all-reduce over {axis}"
         with deadline(rendezvous, where, passed_flag=f"passed/{axis}", extra_s=SETTLE_S) if watched else nullcontext():
             _check(rendezvous, axis, group, device)
+    used = {axis: group for axis, group in groups.items() if group is not None}
     with deadline(rendezvous, "in the all-reduces that are timed"):
         milliseconds = _timed([*used.values(), world], device)
     axes = "".join(f"{axis} {group.size()}, " for axis, group in used.items())
@@ -67,11 +81,6 @@ def _timed(groups: Iterable[dist.ProcessGroup], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - started) * 1000
-
-
-def _groups(mesh: Mesh) -> dict[str, dist.ProcessGroup | None]:
-    data = "data" if mesh.size("cp") > 1 else "dp"
-    return {"pp": mesh.group("pp"), data: mesh.group("data"), "cp": mesh.group("cp"), "tp": mesh.group("tp")}
 
 
 def _check(rendezvous: Rendezvous, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -68,6 +68,20 @@ class Mesh:
             return self._experts["ep"].get_group()
         return self._data.get_group() if axis == "data" else self._device_mesh[axis].get_group()
 
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """Returns the groups of several ranks that this rank has, by axis; the same axes on all ranks.
+
+        The data axis is called dp without context parallelism. With hybrid sharding there are also shard and replicate,
+        with expert parallelism ep, edp_shard and edp_replicate.
+        """
+        data = "data" if self.size("cp") > 1 else "dp"
+        found = {"pp": self.group("pp"), data: self.group("data"), "cp": self.group("cp"), "tp": self.group("tp")}
+        if self._shard_size != self.size("data"):
+            found |= {axis: self._device_mesh[axis].get_group() for axis in ("replicate", "shard")}
+        if self._experts is not None:
+            found |= {axis: self._experts[axis].get_group() for axis in ("ep", "edp_replicate", "edp_shard")}
+        return {axis: group for axis, group in found.items() if group is not None and group.size() > 1}
+
     def data_mesh(self) -> DeviceMesh:
         """Returns the 1-D device mesh of this rank's data ranks."""
         return self._data
@@ -156,6 +170,18 @@ def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:
     columns = (topology.group(rank, "pp") for rank in range(topology.world_size))
     ends = ([column[0], column[last]] for column in columns if topology.pp > 1 and last)
     return _own_group(ends, name="tied_weights")
+
+
+def engine_groups(run: ResolvedRun, mesh: Mesh) -> dict[str, dist.ProcessGroup | None]:
+    """Makes the groups that an engine makes beside the mesh's, by name; None for one that this rank is not in.
+
+    Collective. The names are the same on all ranks.
+    """
+    if run.topology.pp == 1:
+        return {}
+    links = mesh.link_groups()[1:] if run.virtual_stages > 1 else []
+    found = {f"link {number} of pp": group for number, group in enumerate(links, 1)}
+    return {**found, "tied weights": tied_weights_group(run), "stage": mesh.stage_group()}
 
 
 def _own_group(groups: Iterable[Sequence[int]], *, name: str) -> dist.ProcessGroup | None:

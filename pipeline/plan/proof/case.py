@@ -23,6 +23,8 @@ class Case:
         resume_from: name of an earlier case, and a step after which it saved its state. At the end of this case its
             engine loads that state and repeats the following steps.
         noise: relative size of random noise on the initial values; 0 for none.
+        resave: whether the state loaded from `resume_from` is saved again at once, after the same step.
+        timed: whether the last steps are profiled for the ranks' own times.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Case:
     save: tuple[int, ...] = (1,)
     resume_from: tuple[str, int] | None = None
     noise: float = 0.0
+    resave: bool = False
+    timed: bool = False
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Case:
@@ -49,6 +53,8 @@ class CaseResult:
         grad_norms: step -> gradient norm before clipping.
         resumed_losses: step -> loss of the steps repeated from another case's state.
         heldout_loss: cross-entropy per target on held-out data after the last step, nats.
+        step_s: step -> seconds of the engine's step on rank 0.
+        own_s: each rank's own seconds of a step, without waits for other ranks, the least of the profiled steps.
         layout: description of the layout.
         seconds: wall time from the start of its processes to their end, in seconds.
         cpu_seconds: CPU time of all processes together.
@@ -61,6 +67,8 @@ class CaseResult:
     grad_norms: dict[int, float] = field(default_factory=dict)
     resumed_losses: dict[int, float] = field(default_factory=dict)
     heldout_loss: float | None = None
+    step_s: dict[int, float] = field(default_factory=dict)
+    own_s: list[float] = field(default_factory=list)
     layout: str = ""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -91,6 +99,6 @@ def write_result(result: CaseResult) -> None:
 def read_result(directory: Path) -> CaseResult:
     """Reads the result that `write_result` wrote."""
     fields = json.loads((directory / "outcome.json").read_text())
-    for name in ("losses", "grad_norms", "resumed_losses"):
+    for name in ("losses", "grad_norms", "resumed_losses", "step_s"):
         fields[name] = {int(step): value for step, value in fields[name].items()}
     return CaseResult(**{**fields, "directory": directory})

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         shrunk = shrink_run(real, steps=max(2, arguments.steps), work=Path(work))
         for note in shrunk.notes:
             print(f"  {note}")
-        results = _prove(shrunk, Path(work), steps=max(2, arguments.steps))
+        results = prove(shrunk, Path(work), steps=max(2, arguments.steps))
     from pipeline.plan.proof.table import print_results  # noqa: PLC0415
 
     print_results(results, gradients=arguments.gradients)
@@ -110,7 +110,18 @@ def on_fewest_processes(config: Config) -> ResolvedRun:
     raise refused
 
 
-def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
+def prove(shrunk: ShrunkRun, work: Path, *, steps: int, gpus: bool = False) -> list[ProofResult]:
+    """Runs a shrunk layout and its reference, and compares them; one result per precision.
+
+    Args:
+        shrunk: the shrunk run.
+        work: an empty directory.
+        steps: steps of each run, 2 or more.
+        gpus: whether the ranks compute on the GPUs of this machine; else on the CPU.
+
+    Raises:
+        HeadraceError: a rank refused the shrunk run.
+    """
     from pipeline.plan.proof.compare import RESUMED  # noqa: PLC0415
     from pipeline.plan.proof.equivalence import check_equivalence  # noqa: PLC0415
     from pipeline.plan.proof.shrunk_run import SEQUENCE, VOCABULARY  # noqa: PLC0415
@@ -128,7 +139,7 @@ def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
         cases.append(shrunk.layout(f"layout-{p}", precision=p, tokens=tokens, save=saved, resume_from=source))
     cases.append(replace(cases[0], name="resumed-fp32", resume_from=("layout-fp32", saved[1])))
     print(f"  {shrunk.topology}, {steps} steps in {' and '.join(precisions)}", flush=True)
-    case_results = run_cases(cases, work, on_result=_print_case)
+    case_results = run_cases(cases, work, on_result=_print_case, gpus=gpus)
     known = {case.name: (case, case_results[case.name]) for case in cases}
     fp32 = known["reference-fp32"]
     results = [
@@ -138,11 +149,11 @@ def _prove(shrunk: ShrunkRun, work: Path, *, steps: int) -> list[ProofResult]:
     others = [replace(each, quantity=READ_BY_REFERENCE) for each in resumed.comparisons if each.quantity == RESUMED]
     first = results[0]
     results[0] = replace(first, comparisons=(*first.comparisons, *others), error=first.error or resumed.error)
-    return _look_at_noise(results, known, work)
+    return _look_at_noise(results, known, work, gpus=gpus)
 
 
 def _look_at_noise(
-    results: list[ProofResult], known: dict[str, tuple[Case, CaseResult]], work: Path
+    results: list[ProofResult], known: dict[str, tuple[Case, CaseResult]], work: Path, *, gpus: bool
 ) -> list[ProofResult]:
     """Runs the reference with noise as large as rounding, in every precision whose curves are not equal."""
     from pipeline.plan.proof.equivalence import with_noise  # noqa: PLC0415
@@ -154,7 +165,7 @@ def _look_at_noise(
         p: replace(known[f"reference-{p}"][0], name=f"noise-{p}", noise=UNIT_ROUNDOFF[p], resume_from=None)
         for p in unclear
     }
-    found = run_cases(list(cases.values()), work, on_result=_print_case) if cases else {}
+    found = run_cases(list(cases.values()), work, on_result=_print_case, gpus=gpus) if cases else {}
     return [
         with_noise(result, (cases[p], found[f"noise-{p}"]), known[f"reference-{p}"]) if p in cases else result
         for result in results

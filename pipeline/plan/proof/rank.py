@@ -5,6 +5,7 @@ Importing this module imports all dependencies of a rank.
 
 from __future__ import annotations
 
+import time
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from foundation.section import parse
 from pipeline.checkpoint import named_state
@@ -31,9 +33,13 @@ from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.plan.proof.case import Case, CaseResult, write_result
 from pipeline.run.prepare import PreparedRun, prepare
 from pipeline.runtime.launch import Launch, process_group
+from pipeline.runtime.metrics.own_time import host_seconds, kernel_seconds, profiled
+
+PROFILED = 3
+"""Last steps of a case that are profiled if it is timed."""
 
 
-def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
+def run_rank(case: Case, directory: Path, *, rank: int, port: int, gpu: bool = False) -> None:
     """Runs a case as one of its ranks; rank 0 writes the result.
 
     Args:
@@ -41,6 +47,7 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
         directory: directory of the case.
         rank: rank of this process.
         port: port for the rendezvous of the ranks.
+        gpu: whether the rank computes on the GPU of its number.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
@@ -48,7 +55,10 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
     run = resolve(config, world_size=case.processes)
     prepared = prepare(run)
     launch = Launch("proof", rank, case.processes, rank, f"127.0.0.1:{port}")
-    with nullcontext() if run.alone else process_group(launch, gpu=None, timeout_s=120.0):
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    with nullcontext() if run.alone else process_group(launch, gpu=device.index, timeout_s=120.0):
         objective = CrossEntropy(z_loss=config.loss.z_loss)
         values = _Perturbed(prepared.values, case.noise) if case.noise else prepared.values
         coordinates = run.topology.coordinates(rank)
@@ -59,7 +69,7 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int) -> None:
             "zigzag": run.zigzag,
             "mask_documents": config.data.mask_documents,
         }
-        engine = build_engine(run, prepared.model, values, objective, device=torch.device("cpu"))
+        engine = build_engine(run, prepared.model, values, objective, device=device)
         case_result = _train(case, directory, prepared, engine, loader_arguments)
         if rank == 0:
             write_result(case_result)
@@ -92,18 +102,37 @@ def _train(
 ) -> CaseResult:
     run = prepared.run
     case_result = CaseResult(directory, layout=run.layout)
+    own_s: list[float] = []
     for batch in _steps(prepared, loader_arguments, first=1):
-        result = require_finite_step(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
+        profiles = case.timed and batch.step > run.steps - PROFILED
+        started = time.perf_counter()
+        with profiled(gpu=torch.cuda.is_initialized()) if profiles else nullcontext([]) as spans:
+            result = require_finite_step(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
+            case_result.step_s[batch.step] = time.perf_counter() - started
+        own_s += [max(host_seconds(spans), kernel_seconds(spans))] if profiles else []
         case_result.losses[batch.step], case_result.grad_norms[batch.step] = result.loss, result.grad_norm
         if batch.step in case.save:
             _save(engine, case_result.state(batch.step))
+    if case.timed:
+        case_result.own_s.extend(_of_all_ranks(min(own_s)))
     sums = engine.evaluate(_heldout(prepared, loader_arguments)) if prepared.heldout else None
     if case.resume_from is not None:
         name, saved = case.resume_from
         engine.load(CaseResult(directory.parent / name).state(saved))
+        if case.resave:
+            _save(engine, case_result.state(saved))
         for batch in _steps(prepared, loader_arguments, first=saved + 1):
             case_result.resumed_losses[batch.step] = engine.train_step(batch, lr=run.schedule.lr(batch.step)).loss
     return case_result if sums is None else replace(case_result, heldout_loss=sums.nats / sums.targets)
+
+
+def _of_all_ranks(value: float) -> list[float]:
+    """The values of all ranks. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    found = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _steps(prepared: PreparedRun, loader_arguments: dict[str, Any], *, first: int) -> StepLoader:

@@ -38,6 +38,7 @@ def run_cases(
     *,
     timeout_s: float = TIMEOUT_S,
     on_result: Callable[[Case, CaseResult], None] | None = None,
+    gpus: bool = False,
 ) -> dict[str, CaseResult]:
     """Runs cases one after another and returns their results by name. A failed case has a result with an error.
 
@@ -48,15 +49,17 @@ def run_cases(
         directory: directory that gets a subdirectory per case.
         timeout_s: seconds after which a case is killed.
         on_result: function called after each case.
+        gpus: whether every rank computes on a GPU of this machine; this process must not have used them.
     """
-    use_cpu()
+    if not gpus:
+        use_cpu()
     _preload_for(cases)
     results: dict[str, CaseResult] = {}
     for case in cases:
         source = results.get(case.resume_from[0]) if case.resume_from else None
         if source is not None and source.error is not None:  # the failure of one case must not fail another
             case = replace(case, resume_from=None)  # noqa: PLW2901
-        results[case.name] = _run(case, directory, timeout_s)
+        results[case.name] = _run(case, directory, timeout_s, gpus=gpus)
         if on_result is not None:
             on_result(case, results[case.name])
     return results
@@ -84,12 +87,12 @@ def _offloads_to_disk(config: ConfigTree) -> bool:
     return any(zero.get(name, {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param"))
 
 
-def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:
+def _run(case: Case, directory: Path, timeout_s: float, *, gpus: bool) -> CaseResult:
     started = time.monotonic()
     case_directory = directory / case.name
     case_directory.mkdir(parents=True)
     port = free_port()
-    ranks = {_fork(case, case_directory, rank=rank, port=port): rank for rank in range(case.processes)}
+    ranks = {_fork(case, case_directory, rank=rank, port=port, gpu=gpus): rank for rank in range(case.processes)}
     cpu: list[float] = []
     error = _wait(ranks, case_directory, cpu, deadline=started + timeout_s)
     refusal = case_directory / REFUSAL
@@ -101,7 +104,7 @@ def _run(case: Case, directory: Path, timeout_s: float) -> CaseResult:
     return result
 
 
-def _fork(case: Case, case_directory: Path, *, rank: int, port: int) -> int:
+def _fork(case: Case, case_directory: Path, *, rank: int, port: int, gpu: bool) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -113,7 +116,7 @@ def _fork(case: Case, case_directory: Path, *, rank: int, port: int) -> int:
             try:
                 from pipeline.plan.proof.rank import run_rank  # noqa: PLC0415
 
-                run_rank(case, case_directory, rank=rank, port=port)
+                run_rank(case, case_directory, rank=rank, port=port, gpu=gpu)
                 code = 0
             except BaseException as error:  # the parent must see any error
                 traceback.print_exc()
