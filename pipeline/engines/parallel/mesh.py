@@ -72,14 +72,15 @@ class Mesh:
         """Returns the groups of several ranks that this rank has, by axis; the same axes on all ranks.
 
         The data axis is called dp without context parallelism. With hybrid sharding there are also shard and replicate,
-        with expert parallelism ep, edp_shard and edp_replicate.
+        with expert parallelism those of ep, edp_shard and edp_replicate that have several ranks.
         """
         data = "data" if self.size("cp") > 1 else "dp"
         found = {"pp": self.group("pp"), data: self.group("data"), "cp": self.group("cp"), "tp": self.group("tp")}
         if self._shard_size != self.size("data"):
             found |= {axis: self._device_mesh[axis].get_group() for axis in ("replicate", "shard")}
         if self._experts is not None:
-            found |= {axis: self._experts[axis].get_group() for axis in ("ep", "edp_replicate", "edp_shard")}
+            axes = set(self._experts.mesh_dim_names or ()) - {"pp"}
+            found |= {axis: self._experts[axis].get_group() for axis in sorted(axes)}
         return {axis: group for axis, group in found.items() if group is not None and group.size() > 1}
 
     def data_mesh(self) -> DeviceMesh:
