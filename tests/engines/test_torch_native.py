@@ -169,10 +169,10 @@ def test_a_sent_tensor_is_freed_once_its_send_has_ended_and_not_before(monkeypat
     sent, ended = list[weakref.ref[torch.Tensor]](), set[int]()
 
     def isend(tensor: torch.Tensor, **_to: Any) -> Any:
-        """Keeps the tensor until the work is waited for, as NCCL's process group does."""
-        number, kept = len(sent), [tensor]
+        """Returns a work that has the tensor, as NCCL's does, whether or not it is waited for."""
+        number = len(sent)
         sent.append(weakref.ref(tensor))
-        return SimpleNamespace(is_completed=lambda: number in ended, wait=lambda: bool(kept.pop().numel()))
+        return SimpleNamespace(is_completed=lambda: number in ended, wait=lambda: True, outputs=tensor)
 
     monkeypatch.setattr(dist, "isend", isend)
     sends = SendsInFlight()

@@ -5,9 +5,9 @@ GB for the 120 micro-batches of DeepSeek-V3 on 16 stages. Schedules request rece
 them, which is when this stage makes a buffer; they take the tensor when it has arrived. Before and afterwards the
 buffer is on the meta device. So there are as many buffers as micro-batches in flight.
 
-A sent tensor lives as long as its send is not waited for: since torch 2.8, NCCL's process group keeps it until then
-(`TensorShelf` in ProcessGroupNCCL.hpp), and all schedules but 1F1B wait at the end of the step, when the tensors of all
-micro-batches have piled up. `SendsInFlight` frees each once it has arrived.
+A sent tensor lives as long as the work of its send (under NCCL in `WorkNCCL::outputs_`; see `pointToPoint` in
+ProcessGroupNCCL.cpp). All schedules but 1F1B keep the works to the end of the step, when the tensors of all
+micro-batches have piled up. `SendsInFlight` drops each once it has ended.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _META = torch.device("meta")
 
 
 class SendsInFlight:
-    """Starts sends, and frees each tensor when its send has ended. The host does not wait before `wait`."""
+    """Starts sends, and keeps their works, with the tensors, until they have ended. The host waits in `wait` alone."""
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
 
     def start(self, operations: Sequence[dist.P2POp]) -> None:
-        """Starts sends without waiting for them; frees the tensors of earlier sends that have ended."""
-        self._works = [work for work in self._works if not _freed(work)]
+        """Starts sends without waiting for them; drops earlier sends that have ended."""
+        self._works = [work for work in self._works if not _ended(work)]
         for each in operations:
             work = dist.isend(each.tensor, group=each.group, group_dst=each.group_peer)
             assert work is not None, "this rank is in the group"
@@ -46,8 +46,8 @@ class SendsInFlight:
             self._works.pop(0).wait()
 
 
-def _freed(work: dist.Work) -> bool:
-    """Frees the tensor of a send if it has ended. gloo (torch 2.13) reports the end only to a process that waits."""
+def _ended(work: dist.Work) -> bool:
+    """Whether a send has ended; raises its error. gloo (torch 2.13) reports the end only to a process that waits."""
     return work.is_completed() and bool(work.wait())
 
 

@@ -39,9 +39,7 @@ class PeakMemory:
         if self._device.type != "cuda":
             return [resident_peak()]
         stats = torch.cuda.memory_stats(self._device)
-        return [
-            stats.get(key, 0) for key in ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
-        ]
+        return [stats.get(key, 0) for key in _STATISTICS]
 
 
 def resident_peak() -> int:
