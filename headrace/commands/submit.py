@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE,...", help=text)
     text = "settings of the site (default: slurm/site.toml)"
     parser.add_argument("--site", type=LOCAL.as_path(), metavar="FILE", help=text)
+    text = "first check the nodes of each training by headrace doctor; the training starts if nothing has failed"
+    parser.add_argument("--doctor", action="store_true", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit and write nothing")
 
 
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         sweeps=arguments.sweep,
         site=arguments.site,
+        doctor=arguments.doctor,
         dry_run=arguments.dry_run,
     )
     submit(request, say=lambda text: print(text, flush=True))

@@ -4,8 +4,8 @@ Doctor starts one agent on each node, which connects to it and gets one check af
 with all its children at the check's limit, and when the connection ends: nothing outlives doctor on any node, even
 when doctor is killed or its node fails.
 
-Protocol, JSON lines: {"token", "node"} from the agent; then a job (`headrace.doctor.rank.DoctorJob`) from doctor, and
-from the agent any number of {"finding"} and one {"ended": exit code or None if it was killed at its limit, "why"}.
+Protocol, JSON lines: {"token", "node"} from the agent; then a job ({"check", "context", "port"}) from doctor, and from
+the agent any number of {"finding"} and one {"ended": exit code, or None if it was killed at its limit; "why"}.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from foundation.processes import adopt_orphans, end_descendants
-from headrace.doctor.rank import DoctorJob
 from pipeline.runtime.launch.rank_process import start_process
 
 TOKEN = "HEADRACE_DOCTOR_TOKEN"
@@ -39,6 +36,7 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 def main() -> None:
     """Connects to doctor and makes its checks until the connection ends."""
     host, _, port = sys.argv[1].rpartition(":")
+    token = os.environ.pop(TOKEN)
     for name in _OF_SRUN:
         os.environ.pop(name, None)
     adopt_orphans()
@@ -47,56 +45,46 @@ def main() -> None:
         doctor.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             doctor.setsockopt(socket.IPPROTO_TCP, option, value)
-        _send(doctor, {"token": os.environ.pop(TOKEN), "node": [*sys.argv, os.environ.get("SLURMD_NODENAME")][2]})
-        with doctor.makefile("rb", buffering=0) as jobs:  # no buffer: `_is_gone` reads the socket itself
+        _send(doctor, token=token, node=[*sys.argv, os.environ.get("SLURMD_NODENAME")][2])
+        with doctor.makefile("rb", buffering=0) as jobs:  # no buffer: `_make` reads the socket itself
             for line in jobs:
-                _make(doctor, DoctorJob.read(json.loads(line)))
+                _make(doctor, json.loads(line))
 
 
-def _make(doctor: socket.socket, job: DoctorJob) -> None:
+def _make(doctor: socket.socket, job: dict[str, Any]) -> None:
     """Runs a check as a process with a limit; sends its findings as they come, and its end."""
-    log = job.context.work.parent.parent / "logs" / f"{job.context.work.name}.{job.context.node}.log"
+    node, work = job["context"]["node"], Path(job["context"]["work"])
+    log = work.parent.parent / "logs" / f"{work.name}.{node}.log"
     if not log.parent.is_dir():
-        why = f"{job.context.node} does not see {log.parent}: give --out a directory that all nodes share"
-        return _send(doctor, {"ended": 1, "why": why})
+        why = f"{node} does not see {log.parent}: give --out a directory that all nodes share"
+        return _send(doctor, ended=1, why=why)
     with tempfile.TemporaryDirectory(prefix="headrace-doctor-") as folder:
-        job = replace(job, findings=Path(folder, "findings"))
-        Path(folder, "job").write_text(job.as_json())
-        job.findings.touch()
-        command = [sys.executable, "-m", "headrace.doctor.rank", str(Path(folder, "job"))]
-        deadline = time.monotonic() + job.context.limit_s
-        process = start_process(command, output=log)
-        with job.findings.open("rb") as file:
-            while process.poll() is None and time.monotonic() < deadline and not _is_gone(doctor):
-                _forward(doctor, file)
-            code = process.poll()
-            if code is None:
+        file, found = Path(folder, "job"), Path(folder, "findings")
+        file.write_text(json.dumps(job))
+        found.touch()
+        deadline = time.monotonic() + job["context"]["limit_s"]
+        process = start_process([sys.executable, "-m", "headrace.doctor.rank", str(file)], output=log)
+        with found.open("rb") as lines:
+            # doctor sends nothing while a check runs: a socket that can be read was closed
+            while process.poll() is None and time.monotonic() < deadline and not select.select([doctor], [], [], 0)[0]:
+                _forward(doctor, lines)
+                time.sleep(_POLL_S)
+            if (code := process.poll()) is None:
                 process.kill()
             left = end_descendants()
-            _forward(doctor, file)
+            _forward(doctor, lines)
     blocked = f"processes {', '.join(map(str, left))} cannot be killed: a driver or file system blocks them"
-    return _send(doctor, {"ended": code, "why": blocked if left else f"its log is {log}"})
+    return _send(doctor, ended=code, why=blocked if left else f"its log is {log}")
 
 
-def _forward(doctor: socket.socket, file: BinaryIO) -> None:
-    """Sends new findings that are complete lines; waits a moment."""
-    for line in _complete_lines(file):
-        _send(doctor, {"finding": json.loads(line)})
-    time.sleep(_POLL_S)
+def _forward(doctor: socket.socket, lines: BinaryIO) -> None:
+    """Sends new findings that are complete lines."""
+    while (line := lines.readline()).endswith(b"\n"):
+        _send(doctor, finding=json.loads(line))
+    lines.seek(-len(line), os.SEEK_CUR)
 
 
-def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
-    while (line := file.readline()).endswith(b"\n"):
-        yield line
-    file.seek(-len(line), os.SEEK_CUR)
-
-
-def _is_gone(doctor: socket.socket) -> bool:
-    """Whether doctor has ended: it sends nothing while a check runs."""
-    return bool(select.select([doctor], [], [], 0)[0])
-
-
-def _send(doctor: socket.socket, message: dict[str, Any]) -> None:
+def _send(doctor: socket.socket, **message: object) -> None:
     doctor.sendall(json.dumps(message).encode() + b"\n")
 
 

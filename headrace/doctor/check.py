@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,8 +18,8 @@ class Finding:
     Attributes:
         passed: whether it passed; None if it could not be checked here, for the reason in `text`.
         text: one sentence with what was seen; no traceback.
-        meaning: what a failure means for a training; empty if it passed.
-        remedy: what to do about a failure; empty if it passed.
+        meaning: consequences of a failure for a training; empty if it passed.
+        remedy: advice on a failure; empty if it passed.
         figures: measured values by name, with the unit in the name, such as `all_reduce_gb_per_s`.
         where: the node or ranks that it concerns; empty for all.
     """
@@ -63,11 +63,12 @@ class Check:
 
     Attributes:
         name: its name in results and in `--only`.
-        text: what it checks, in one line, for people.
+        text: subject of the check, in one line, for people.
         module: name of its module; imported only where the check runs.
         place: where it runs.
         limit_s: seconds after which it is ended and reported as hanging, 60 to 120.
         needs: names of checks after whose failure this one is skipped.
+        equal: whether its figures have to be the same on all nodes.
     """
 
     name: str
@@ -75,4 +76,5 @@ class Check:
     module: str
     place: Place
     limit_s: float = 60.0
-    needs: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
+    equal: bool = False

@@ -22,6 +22,7 @@ class Request:
         tasks: processes on each node; None for one per GPU of the site, or one without GPUs.
         workers: number of jobs in each array of data prep; None for the default.
         sweeps: texts of `--sweep`, KEY=VALUE,VALUE.
+        doctor: whether `headrace doctor` checks the nodes before each training.
     """
 
     files: Sequence[str]
@@ -31,6 +32,7 @@ class Request:
     workers: int | None = None
     sweeps: Sequence[str] = ()
     site: Path | None = None
+    doctor: bool = False
     dry_run: bool = False
 
 

@@ -14,7 +14,7 @@ from headrace.submission.configs import VERBS, Element, Given, before
 from headrace.submission.environment import settings_of
 from headrace.submission.site import SiteConfig, StageSettings
 
-SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch"}
+SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch", "doctor": "doctor.sbatch"}
 """Kind -> script; all other kinds have `pipeline.sbatch`."""
 ORIGINAL = "original"
 """Folder in the output of a compress config for the export of its run (see `pipeline.compress.recipe.steps`)."""
@@ -51,6 +51,7 @@ class CommonSettings:
         root: HEADRACE_ROOT of the jobs: the copy of the code, or the installed package's files.
         scripts: directory of the shipped scripts.
         nodes, tasks: nodes of each training config, and processes on each node.
+        doctor: whether `headrace doctor` runs before each training.
     """
 
     site: SiteConfig
@@ -60,6 +61,7 @@ class CommonSettings:
     nodes: Sequence[int]
     tasks: int
     sweep: Sequence[Element] = ()
+    doctor: bool = False
 
 
 def stages_of(configs: Sequence[Given], plan: CommonSettings) -> list[Stage]:
@@ -70,15 +72,19 @@ def stages_of(configs: Sequence[Given], plan: CommonSettings) -> list[Stage]:
         if given.kind == "corpus":
             found.append(_data(given, plan))
         elif given.kind == "run":
-            found.append(_training(given, after, plan))
+            names = tuple(each.name for each in after)
+            if plan.doctor:
+                found.append(_doctor(given, names, plan))
+                names = (*names, found[-1].name)
+            found.append(_training(given, names, plan))
         else:
             runs = [each for each in after if each.kind == "run" and _is_model(given, each)]
             # a finished step is not repeated
             if given.kind == "compress" and runs and not (given.makes / ORIGINAL / MANIFEST).is_file():
                 found.append(_export(given, runs[0], plan))
                 after = [*after, given]
-            names = [found[-1].name if each is given else each.name for each in after]
-            found.append(_model(given, tuple(names), plan))
+            waited = [found[-1].name if each is given else each.name for each in after]
+            found.append(_model(given, tuple(waited), plan))
     return found
 
 
@@ -96,13 +102,23 @@ def _data(given: Given, plan: CommonSettings) -> Stage:
     return Stage(given.name, (), _fill(plan, "corpus", options), given.makes, {given.name: given.raw}, chain=True)
 
 
-def _training(given: Given, after: Sequence[Given], plan: CommonSettings) -> Stage:
-    gpus = settings_for("run", plan.site).gpus
-    options = _options("run", given.name, given.makes, plan)
-    options |= {"--nodes": str(plan.nodes[given.number - 1]), "--ntasks-per-node": str(plan.tasks)}
-    if gpus is not None:
-        options["--gpus-per-node"] = str(gpus)
-    names = tuple(each.name for each in after)
+def _doctor(given: Given, names: tuple[str, ...], plan: CommonSettings) -> Stage:
+    """The job that checks a training's nodes; of a sweep, for the first element's config."""
+    name = given.name.replace("train", "doctor")
+    makes, config = plan.directory / name, f"{given.name}-0" if plan.sweep else given.name
+    options = _options("run", name, makes, plan) | _nodes(given, plan)
+    options.pop("--time", None)  # the script's own: it needs less than the training
+    words = quoted(["--config", str(_config(plan, config)), "--nproc", str(plan.tasks), "--out", str(makes)])
+    return Stage(name, names, _fill(plan, "doctor", options, words), makes)
+
+
+def _nodes(given: Given, plan: CommonSettings) -> dict[str, str]:
+    """Options of sbatch for the nodes of a training."""
+    return {"--nodes": str(plan.nodes[given.number - 1]), "--ntasks-per-node": str(plan.tasks)}
+
+
+def _training(given: Given, names: tuple[str, ...], plan: CommonSettings) -> Stage:
+    options = _options("run", given.name, given.makes, plan) | _nodes(given, plan)
     if not plan.sweep:
         words = quoted([str(_config(plan, given.name))])
         return Stage(given.name, names, _fill(plan, "run", options, words), given.makes, {given.name: given.raw})

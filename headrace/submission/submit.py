@@ -48,7 +48,7 @@ def submit(request: Request, *, say: Say) -> None:
     clone = snapshot.is_clone()
     scripts = snapshot.CLONE / "slurm" if clone else SHARE / "slurm"
     root = directory / "code" if clone else SHARE
-    plan = CommonSettings(site, directory, root, scripts, nodes, tasks, sweep)
+    plan = CommonSettings(site, directory, root, scripts, nodes, tasks, sweep, request.doctor)
     stages = stages_of(kept, plan)
     if request.dry_run:
         _print(stages, plan, request, say)

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from headrace.doctor.check import Context, Finding
 from pipeline.cluster.node_checks.__main__ import NodeChecks
+from pipeline.cluster.node_checks.decide import QUICK
 from pipeline.cluster.node_checks.records import read_records
 from pipeline.config.load import load_config
 from pipeline.config.sections.node_checks import NodeChecksSection
 
+_SLOW = "a training would be slow, stop or hang on this node"
 _ATTEMPT = "doctor"
 _RESERVE_S = 20.0
 """Seconds of the limit that are left for the start of the process and for the verdict."""
@@ -26,12 +28,13 @@ def run(context: Context) -> Iterator[Finding]:
     if context.node == next(iter(context.nodes)):
         problems += [*(f"every node: {each}" for each in verdict.common), *verdict.warnings]
     for problem in problems:
-        meaning = "a training would be slow, stop or hang on this node"
-        yield Finding(False, problem, meaning, "mend or leave out the node; docs/how-to/bad-nodes.md")
+        failed = not problem.endswith(QUICK)  # the bandwidth of ranks is measured later
+        advice = (_SLOW, "mend or leave out the node; docs/how-to/bad-nodes.md") if failed else ()
+        yield Finding(False if failed else None, problem, *advice)
     record = read_records(context.work, [context.node], attempt=_ATTEMPT)[context.node]
     for name, why in record.skipped.items():
         yield Finding(None, f"{name}: {why}")
-    if not problems:
+    if all(problem.endswith(QUICK) for problem in problems):
         links = [link.mb_s for link in record.links if link.mb_s is not None]
         slowest = {"slowest_link_mb_per_s": min(links)} if links else {}
         yield Finding(True, "the node passes all other node checks", figures={**record.facts, **slowest})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 from foundation.gpu_drivers import driver_version
@@ -26,17 +26,3 @@ def run(context: Context) -> Iterator[Finding]:
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     yield Finding(True, "versions", figures={name: version for name, version in found.items() if version})
-
-
-def compare(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Reports versions that differ between nodes."""
-    nodes = {each.where: each.figures for each in findings if each.passed}
-    for name in dict.fromkeys(name for figures in nodes.values() for name in figures):
-        having: dict[str, list[str]] = {}
-        for node, figures in nodes.items():
-            having.setdefault(str(figures.get(name, "none")), []).append(node)
-        if len(having) > 1:
-            text = "; ".join(f"{version} on {', '.join(each)}" for version, each in having.items())
-            meaning = "ranks of different versions hang, or compute different numbers"
-            remedy = "give all nodes one environment: HEADRACE_VENV on a file system that all see, or one image"
-            yield Finding(False, f"{name}: {text}", meaning, remedy)

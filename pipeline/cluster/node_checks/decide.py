@@ -10,6 +10,8 @@ from itertools import chain
 from pipeline.cluster.node_checks.records import NodeLink, NodeRecord
 from pipeline.config.sections.node_checks import NodeChecksSection
 
+QUICK = "both are quick with others"
+"""End of a warning about a link that may be noise."""
 VERDICT = "verdict.json"
 """Name of the file with the verdict, in the shared directory."""
 _NOISE = 0.4
@@ -151,7 +153,7 @@ def _speeds(
 def _slow_links(links: Mapping[str, Sequence[NodeLink]], least: float) -> Iterator[str]:
     """Yields links between good nodes that failed or are very slow."""
     found = [
-        f"the link of {node} and {link.other}: {_speed(link)}, and both are quick with others"
+        f"the link of {node} and {link.other}: {_speed(link)}, and {QUICK}"
         for node, each in links.items()
         for link in each
         if node < link.other and link.other in links and (link.error or (link.mb_s or 0.0) < least)

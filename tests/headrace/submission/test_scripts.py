@@ -94,6 +94,21 @@ def test_the_whole_way_is_a_chain_in_which_each_stage_waits_for_what_its_config_
     assert sorted(work.rglob("*")) == before  # nothing was written
 
 
+@pytest.mark.usefixtures("work")
+def test_doctor_runs_before_each_training_on_its_nodes_and_the_training_waits_for_its_success() -> None:
+    said = run("submit", "corpus.json", "train.json", "--nodes", "2", "--doctor", "--dry-run")
+    scripts, commands = scripts_in(said), commands_in(said)
+    assert list(scripts) == ["data", "doctor", "train"]
+    [train] = [each for each in commands if each.endswith("/train.sbatch")]
+    assert "--dependency=afterok:$data:$doctor --kill-on-invalid-dep=yes" in train
+    [doctor] = [each for each in commands if each.endswith("/doctor.sbatch")]
+    assert "--dependency=afterok:$data " in doctor
+    assert "\n#SBATCH --nodes=2\n" in scripts["doctor"]
+    assert re.search(r"\nset -- --config \S+/configs/train.json --nproc 1 --out \S+/doctor\n", scripts["doctor"])
+    swept = scripts_in(run("submit", "corpus.json", "train.json", "--doctor", "--sweep", "run.seed=1,2", "--dry-run"))
+    assert "/configs/train-0.json --nproc" in swept["doctor"]
+
+
 def test_every_script_is_bash_and_its_header_holds_the_options_of_the_site(work: Path) -> None:
     site = 'partition = "gpu"\nmail = "me@lab"\nextra = ["--exclusive"]\n'
     site += '[train]\ngpus = 2\ncpus = 3\n[data]\npartition = "cpu"\n'
@@ -113,7 +128,7 @@ def test_every_script_is_bash_and_its_header_holds_the_options_of_the_site(work:
     assert "train.json, 4 processes" in said
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "pipeline.sbatch", "data_prep.sbatch"])
+@pytest.mark.parametrize("name", ["train.sbatch", "pipeline.sbatch", "data_prep.sbatch", "doctor.sbatch"])
 def test_the_body_of_a_script_stays_as_it_is_shipped(name: str) -> None:
     shipped = ROOT / "slurm" / name
     text = fill(shipped, about="About.", options={"--time": "1", "--account": "a"}, settings=["set -- x"])
