@@ -45,7 +45,7 @@ def main() -> None:
         doctor.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             doctor.setsockopt(socket.IPPROTO_TCP, option, value)
-        _send(doctor, token=token, node=[*sys.argv, os.environ.get("SLURMD_NODENAME")][2])
+        _send(doctor, token=token, node=sys.argv[2] if len(sys.argv) > 2 else os.environ["SLURMD_NODENAME"])
         with doctor.makefile("rb", buffering=0) as jobs:  # no buffer: `_make` reads the socket itself
             for line in jobs:
                 _make(doctor, json.loads(line))

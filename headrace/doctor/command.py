@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         if processes:
             resolve(loaded, world_size=processes * len(nodes.addresses))
     out, config = arguments.out.absolute(), Path(config).absolute() if config else None
+    if out.exists() and not (out / LINES).exists() and (not out.is_dir() or next(out.iterdir(), None)):
+        why = "there are files, and none of an earlier doctor, which would be replaced"
+        raise ConfigError("--out", str(out), why=why, remedy="name a new directory")
     context = Context(config, overrides, out, arguments.all_layouts, 0.0, processes)
     if not processes and checks[0].name != GPUS:  # which counts them
         checks = [*selected(read_checks(), [GPUS]), *checks]

@@ -87,7 +87,7 @@ def nvlink_problems(text: str) -> tuple[int, list[str]]:
     for line in text.splitlines():
         if match := re.match(r"GPU (\d+):", line):
             active[match[1]] = 0
-        elif re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
+        elif active and re.match(r"\s+Link \d+: [\d.]+ GB/s", line):
             active[next(reversed(active))] += 1
     most = max(active.values(), default=0)
     problems = [f"GPU {gpu} has {count} of {most} NVLinks" for gpu, count in active.items() if count < most]

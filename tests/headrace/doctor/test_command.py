@@ -26,6 +26,8 @@ DRY = ("gpus", "machine", "nodes", "versions", "compilers", "config")
         (["--config", "c.json", "--nproc", "3", "--only", "gpus"], "train_batch_size"),
         (["--set", "run.steps=3"], "there is no config"),
         (["--nproc", "0"], "--nproc = 0"),
+        (["--out", "."], "none of an earlier doctor"),
+        (["--out", "c.json"], "none of an earlier doctor"),
         (["--nodes", "4"], "(in a Slurm job: its nodes)"),
         (["--nodes", "a,b"], "(in a Slurm job: its nodes)"),
         (["--nprocs", "4"], "did you mean '--nproc'?"),
