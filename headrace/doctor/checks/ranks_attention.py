@@ -1,7 +1,8 @@
-"""Ring attention and Ulysses over all ranks against one rank's attention over the whole sequence, forward and backward.
+"""Ring attention and Ulysses over ranks against one rank's attention over the whole sequence, forward and backward.
 
-Masks: causal, documents, a sliding window. In bf16 the tolerance is that of `headrace prove`: three times the error of
-one rank's own bf16 attention against fp32 (`pipeline.plan.proof.tolerance`).
+Groups of up to 8 ranks, as for context parallelism. Masks: causal, documents, a sliding window. All in bf16; the
+tolerance is that of `headrace prove`: three times the error of one rank's own bf16 attention against fp32
+(`pipeline.plan.proof.tolerance`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from headrace.doctor.check import Context, Finding
 from headrace.doctor.checks.shared import device_here, gathered, judged, rendezvous_here
-from pipeline.config.topology import sequence_chunks
+from pipeline.config.topology import Topology, sequence_chunks
 from pipeline.engines.parallel.context import UlyssesAttention
+from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.ring import RingAttention
 from pipeline.models.attention import attend
 from pipeline.models.masks import make_mask
 from pipeline.plan.proof.compare import relative_differences
-from pipeline.plan.proof.tolerance import fp32_tolerance, half_tolerance
+from pipeline.plan.proof.tolerance import half_tolerance
 
 _NAMES = ["output", "gradient of the queries", "gradient of the keys", "gradient of the values"]
 _SIZE = 64
@@ -31,16 +33,18 @@ _METHODS: dict[str, type[Any]] = {"ring attention": RingAttention, "Ulysses": Ul
 
 def run(context: Context) -> Iterable[Finding]:
     """Runs the check; rank 0 reports."""
-    world, device, group = dist.get_world_size(), device_here(), dist.group.WORLD
-    if world == 1 or group is None:
-        yield Finding(None, "There is one rank, and no attention across ranks.")
+    world, device = dist.get_world_size(), device_here()
+    cp = max(each for each in (1, 2, 4, 8) if world % each == 0)
+    if cp == 1:
+        yield Finding(None, f"{world} ranks form no groups of 2, 4 or 8, and there is no attention across ranks.")
         return
-    rendezvous, dtype, length = rendezvous_here(context), _half(device), (256 if device.type == "cuda" else 32) * world
+    rendezvous, length = rendezvous_here(context), (256 if device.type == "cuda" else 32) * cp
+    group = Mesh(Topology(dp=world // cp, cp=cp), device_type=device.type).group("cp")
     for method, kind in _METHODS.items():
-        found = gathered(max(_worst(kind(group), mask, length, dtype, device) for mask in _masks(length)))
+        found = gathered(max(_worst(kind(group), mask, length, group, device) for mask in _masks(length)))
         rank = max(range(world), key=lambda each: found[each])
         if dist.get_rank() == 0:
-            yield _finding(f"{method} in {str(dtype)[6:]}", *found[rank], where=rendezvous.describe([rank]))
+            yield _finding(f"{method} in bf16", *found[rank], where=rendezvous.describe([rank]))
 
 
 def _finding(method: str, share: float, difference: float, tolerance: float, tensor: str, *, where: str) -> Finding:
@@ -58,39 +62,28 @@ def _masks(length: int) -> list[tuple[str, Tensor | None, int | None]]:
     return [("causal", None, None), ("document", documents, None), ("sliding window", None, length // 3)]
 
 
-def _half(device: torch.device) -> torch.dtype:
-    """bf16 where the device computes attention in it, forward and backward; else fp32."""
-    try:
-        _passes([torch.ones(1, 1, 4, _SIZE, dtype=torch.bfloat16, device=device)] * 4, _whole(None, None))
-    except RuntimeError:
-        return torch.float32
-    return torch.bfloat16
-
-
 def _worst(
-    attention: Any, mask: tuple[str, Tensor | None, int | None], length: int, dtype: torch.dtype, device: torch.device
+    attention: Any, mask: tuple[str, Tensor | None, int | None], length: int, group: Any, device: torch.device
 ) -> tuple[float, float, float, str]:
     """Compares this rank's part; returns difference / tolerance, difference, tolerance and name of the worst tensor."""
-    world, rank, name = dist.get_world_size(), dist.get_rank(), mask[0]
+    cp, rank, name = dist.get_world_size(group), dist.get_rank(group), mask[0]
     documents, window = None if mask[1] is None else mask[1].to(device), mask[2]
     generator = torch.Generator().manual_seed(7)
-    heads = (2 * world, world, world, 2 * world)
-    whole = [torch.randn(1, each, length, _SIZE, generator=generator).to(device, dtype) for each in heads]
+    heads = (2 * cp, cp, cp, 2 * cp)
+    whole = [torch.randn(1, each, length, _SIZE, generator=generator).to(device, torch.bfloat16) for each in heads]
     zigzag = isinstance(attention, RingAttention)
-    own = torch.tensor([p for c in sequence_chunks(length, cp=world, cp_rank=rank, zigzag=zigzag) for p in c])
+    own = torch.tensor([p for c in sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=zigzag) for p in c])
     part = [each[:, :, own] for each in whole]
-    made = attention.make_mask(documents, window, length=length, dtype=dtype, device=device)
+    made = attention.make_mask(documents, window, length=length, dtype=torch.bfloat16, device=device)
     found = _passes(part, lambda q, k, v: attention.attend(q, k, v, scale=_SIZE**-0.5, mask=made))
     alone, exact = (
         {key: value[:, :, own] for key, value in _passes(tensors, _whole(documents, window)).items()}
         for tensors in (whole, [each.float() for each in whole])
     )
-    tolerance = fp32_tolerance(_NAMES, tokens=length)
-    if dtype != torch.float32:
-        tolerance = half_tolerance("bf16", relative_differences(alone, exact), tokens=length)
-    shares = [(d / tolerance.gradient[key], d, key) for key, d in relative_differences(found, exact).items()]
+    tolerances = half_tolerance("bf16", relative_differences(alone, exact), tokens=length).gradient
+    shares = [(each / tolerances[key], each, key) for key, each in relative_differences(found, exact).items()]
     share, difference, key = max(shares)
-    return share, difference, tolerance.gradient[key], f"{key}, {name} mask,"
+    return share, difference, tolerances[key], f"{key}, {name} mask,"
 
 
 def _whole(documents: Tensor | None, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -36,9 +36,9 @@ def run(context: Context) -> Iterable[Finding]:
     resolved, reason = _layout(context, world)
     if reason and dist.get_rank() == 0:
         yield Finding(None, f"The groups of the config's layout are not checked: {reason}.")
-    before, more = _used_mib(device), partial(engine_groups, resolved) if resolved else lambda _mesh: {}
-    make = partial(_mesh, resolved, world, device)
-    summary = preflight(rendezvous_here(context), make, device=device, make_more=more)[1]
+    before, make = _used_mib(device), partial(_mesh, resolved, world, device)
+    more = {"make_more": partial(engine_groups, resolved)} if resolved else {}
+    summary = preflight(rendezvous_here(context), make, device=device, **more)[1]
     used = gathered((before, _used_mib(device)))
     if dist.get_rank() == 0:
         grown = max(after - first for first, after in used)

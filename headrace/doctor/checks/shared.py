@@ -67,8 +67,8 @@ def machine_here() -> Machine | None:
 
 def rendezvous_here(context: Context) -> Rendezvous:
     """The rendezvous of the ranks of this check, over the store of the default process group."""
-    store = dist.PrefixStore(f"doctor/{context.work}", dist.distributed_c10d._get_default_store().clone())
-    rank = dist.get_rank()
+    rank, default = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"doctor/{context.work}", default.clone())  # type: ignore[attr-defined]  # torch has no type
     store.set(f"host/{rank}", os.uname().nodename)
     return Rendezvous(rank, dist.get_world_size(), store, context.limit_s / 3, store.get("host/0").decode())
 

@@ -35,7 +35,8 @@ def run(context: Context) -> Iterable[Finding]:
             yield Finding(None, f"{name}: it cannot be shrunk: {error.cause}")
             continue
         if config.fp8.enabled:
-            yield Finding(None, f"{name}: fp8 products take larger matrices than a shrunk model's: compared in bf16.")
+            yield Finding(None, f"{name}: fp8 products take larger matrices than a shrunk model's: it is seen in bf16.")
+            name += " in bf16"  # noqa: PLW2901
         work = context.work / re.sub(r"\W+", "-", name)
         work.mkdir()
         for result in prove(small.shrunk, work, steps=_STEPS, gpus=small.gpus):

@@ -131,7 +131,7 @@ def _on_signal(number: int, _frame: object) -> None:
 def _hang(number: int) -> None:
     if number == signal.SIGURG and torch.cuda.is_available():
         for _ in range(1000):
-            torch.cuda._sleep(10**11)  # type: ignore[no-untyped-call]  # a minute each
+            torch.cuda._sleep(10**11)  # a minute each
         return
     while True:
         (ctypes.CDLL if number == signal.SIGURG else ctypes.PyDLL)(None).sleep(1_000_000)

@@ -9,7 +9,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def _train(
     for batch in _steps(prepared, loader_arguments, first=1):
         profiles = case.timed and batch.step > run.steps - PROFILED
         started = time.perf_counter()
-        with profiled(gpu=torch.cuda.is_initialized()) if profiles else nullcontext([]) as spans:
+        with ExitStack() as stack:
+            spans = stack.enter_context(profiled(gpu=torch.cuda.is_initialized())) if profiles else []
             result = require_finite_step(batch.step, engine.train_step(batch, lr=run.schedule.lr(batch.step)))
             case_result.step_s[batch.step] = time.perf_counter() - started
         own_s += [max(host_seconds(spans), kernel_seconds(spans))] if profiles else []

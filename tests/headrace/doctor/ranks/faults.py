@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ _MORE = 1000 << 20
 _BALLAST = f"import runpy; ballast = b'1' * {_MORE}; runpy.run_module('pipeline.train', run_name='__main__')"
 
 
+def _module(name: str) -> Any:
+    return import_module(name)
+
+
 def swapped_gradients() -> None:
     """Ring attention's gradients of keys and values are exchanged on rank 1."""
-    from pipeline.engines.parallel import ring  # noqa: PLC0415
-
+    ring = _module("pipeline.engines.parallel.ring")
     real = ring.attention_backward
 
     def backward(*arguments: Any, **options: Any) -> Any:
@@ -40,8 +44,7 @@ def slow(value: torch.Tensor) -> torch.Tensor:
 
 def slow_rank() -> None:
     """In the second case, every layer of rank 1 takes 2 ms more."""
-    from pipeline.plan.proof import rank  # noqa: PLC0415
-
+    rank = _module("pipeline.plan.proof.rank")
     real = rank.build_engine
 
     def build(run: Any, *arguments: Any, **options: Any) -> Any:
@@ -55,8 +58,7 @@ def slow_rank() -> None:
 
 def damaged_checkpoint() -> None:
     """A bit of a weight is flipped after the checkpoint was written."""
-    from headrace.doctor.checks import trainings_resume as check  # noqa: PLC0415
-
+    check = _module("headrace.doctor.checks.trainings_resume")
     real = check.finish
 
     def finish(training: Any, folder: Path, *, within_s: float) -> None:
@@ -69,8 +71,7 @@ def damaged_checkpoint() -> None:
 
 def changed_moment() -> None:
     """A moment of the optimizer has another value after loading than in the checkpoint."""
-    from pipeline.checkpoint import named_state  # noqa: PLC0415
-
+    named_state = _module("pipeline.checkpoint.named_state")
     real = named_state.read
 
     def read(state: Any, directory: Path, **options: Any) -> None:
@@ -84,16 +85,14 @@ def changed_moment() -> None:
 
 def no_watchdog() -> None:
     """The runs have no watchdog; only a rank that is stopped is tried, for 6 s."""
-    from headrace.doctor.checks import trainings_lost_ranks as check  # noqa: PLC0415
-
+    check = _module("headrace.doctor.checks.trainings_lost_ranks")
     check.WATCHDOG = {"enabled": False}
     check.OUT_S, check._FAULTS = 6.0, dict(list(check._FAULTS.items())[1:3])
 
 
 def more_memory() -> None:
     """The training takes memory that the plan does not know, and an allocator that had to retry (no CPU has one)."""
-    from headrace.doctor.checks import trainings_plan as check  # noqa: PLC0415
-
+    check = _module("headrace.doctor.checks.trainings_plan")
     start, read = check.start, check.read_measured
     check.start = lambda *given, **options: start(*given, **options, script=("-c", _BALLAST))
 
