@@ -37,7 +37,8 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import StepRecorder, pin
+from pipeline.plan.fake_gpu.recorder import StepRecorder
+from pipeline.plan.fake_gpu.submissions import pin
 
 
 @dataclass(frozen=True)
