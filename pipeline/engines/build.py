@@ -34,7 +34,7 @@ def build_engine(
         device: this rank's device.
         mesh: this rank's coordinates and process groups, if they exist already.
     """
-    mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
+    mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size, node=run.node_size)
     if run.plain:
         from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
 

@@ -27,13 +27,18 @@ class Mesh:
         topology: sizes of the axes; their product is the number of ranks.
         device_type: cpu or cuda.
         shard_size: number of data ranks over which parameters are sharded (hybrid sharding); None for all data ranks.
+        node: number of neighboring data ranks over which weights stay sharded during a step (hpZ); None without it.
 
     Attributes:
         rank: global rank.
+        nodes: the data ranks as (nodes, node), for hpZ: one mesh for all layers, where torch would make two process
+            groups for each; None without it.
         coordinates: this rank's coordinate on every axis.
     """
 
-    def __init__(self, topology: Topology, *, device_type: str, shard_size: int | None = None) -> None:
+    def __init__(
+        self, topology: Topology, *, device_type: str, shard_size: int | None = None, node: int | None = None
+    ) -> None:
         self.topology, self.rank = topology, dist.get_rank()
         self.coordinates = topology.coordinates(self.rank)
         data = topology.dp * topology.cp
@@ -43,6 +48,9 @@ class Mesh:
         names = ("pp", "replicate", "shard", "tp")
         self._device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         self._data = self._device_mesh["replicate", "shard"]._flatten("data")
+        self.nodes: DeviceMesh | None = None
+        if node is not None and 1 < node < self._shard_size:
+            self.nodes = self._data._unflatten(0, (data // node, node), ("nodes", "node"))
         self._experts = self._expert_mesh(device_type) if topology.ep > 1 else None
         # creating a group is collective over all ranks, members or not
         self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
@@ -114,11 +122,11 @@ class Mesh:
         return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "edp_replicate", "edp_shard", "ep"))
 
 
-def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) -> Mesh | None:
+def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None, node: int | None = None) -> Mesh | None:
     """Builds the mesh of a run; None for one process. Collective. Takes the arguments of `Mesh`."""
     if topology.world_size == 1:
         return None
-    return Mesh(topology, device_type=device_type, shard_size=shard_size)
+    return Mesh(topology, device_type=device_type, shard_size=shard_size, node=node)
 
 
 def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:

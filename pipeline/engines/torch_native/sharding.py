@@ -15,12 +15,16 @@ parallelism stages 1 and 2 are the same (see `torch_native.pipeline`). `fsdp_uni
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.checkpoint.format.shards import NamedShard
@@ -148,9 +152,10 @@ def shard_decoder(
     if local_model.experts:
         _shard_experts(local_model.decoder, mesh, sharding)
     options: dict[str, Any] = {"mesh": sharding_mesh, "mp_policy": sharding.policy()}
-    for unit in units.ordered():
-        modules: Any = list(unit) if len(unit) > 1 else unit[0]
-        fully_shard(modules, reshard_after_forward=sharding.reshard_after_forward(unit, units), **options)
+    with _one_mesh_of_nodes(mesh):
+        for unit in units.ordered():
+            modules: Any = list(unit) if len(unit) > 1 else unit[0]
+            fully_shard(modules, reshard_after_forward=sharding.reshard_after_forward(unit, units), **options)
     fully_shard(root, reshard_after_forward=False, **options)
     prefetch_explicitly(root, units)
     for module in sharded_modules(root):
@@ -164,6 +169,27 @@ def reshard(root: nn.Module) -> None:
     """Frees gathered weights, so that the next forward pass gathers them again."""
     for module in sharded_modules(root):
         module.reshard()
+
+
+@contextmanager
+def _one_mesh_of_nodes(mesh: Mesh) -> Iterator[None]:
+    """Makes units whose weights stay sharded over a node (hpZ) share the mesh's `nodes` within the block.
+
+    torch 2.13 makes a mesh, with two process groups, for each (`_fsdp_init._get_post_forward_mesh_info`): for 80 layers
+    160 communicators on every rank.
+    """
+    make: Any = _fully_shard._get_post_forward_mesh_info  # type: ignore[attr-defined]
+
+    def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+        if isinstance(reshard_after_forward, bool) or mesh.nodes is None:
+            return make(reshard_after_forward, mesh_info)
+        return HSDPMeshInfo(mesh.nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    _fully_shard._get_post_forward_mesh_info = shared  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _fully_shard._get_post_forward_mesh_info = make  # type: ignore[attr-defined]
 
 
 def _shard_experts(decoder: Decoder, mesh: Mesh, sharding: Sharding) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.engines.parallel.collectives import host_sizes
+from pipeline.plan.fake_gpu.accesses import ACCESSES
 from pipeline.plan.fake_gpu.contracts import Call, call_of
 from pipeline.plan.fake_gpu.contracts_operators import host_reads
 from pipeline.plan.fake_gpu.memory import Memory
@@ -126,8 +127,7 @@ class StepRecorder(TorchDispatchMode):
             with _disable_current_modes():
                 return op(*args, **kwargs)
         if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            if args[0].device.type == "cuda":
-                self._read(_line())
+            self._read_number(args[0])
             return _constant(args[0].dtype) if not _asks_for_overflow() else 0
         if op is aten.index.Tensor and _by_mask(args):
             return self._all_rows(*args)
@@ -165,8 +165,7 @@ class StepRecorder(TorchDispatchMode):
         """Counts `tolist` within the block as one read, as on a device; on fake tensors it reads number by number."""
 
         def tolist(tensor: FakeTensor) -> Any:
-            if tensor.device.type == "cuda":
-                self._read(_line())
+            self._read_number(tensor)
             shape = [int(size) for size in tensor.shape]
             return np.full(shape, _constant(tensor.dtype)).tolist()
 
@@ -201,6 +200,13 @@ class StepRecorder(TorchDispatchMode):
         if self.forbids_reads:
             host_reads.verify(Call("a read", {"where": where}))
         ORDER.join(HOST, ORDER.current)
+
+    def _read_number(self, tensor: Tensor) -> None:
+        """Counts a read of a number by the host; one of the host's own tensors comes after copies into it."""
+        if tensor.device.type == "cuda":
+            self._read(_line())
+        else:
+            ACCESSES.access(tensor, "a read", ORDER.submit(HOST), writes=False)
 
     def _note_collective(self, op: Any, args: Any) -> None:
         name = op.__name__.split(".")[0]

@@ -61,6 +61,8 @@ class Submissions:
         found = list(accessed(op, args, kwargs, result))
         for tensor, _ in found:
             ACCESSES.see(tensor)
+        if call.values.get("pin_memory"):
+            pin(result)
         if call.operator == "wait_tensor":
             self._works.wait_tensor(args[0])
             return

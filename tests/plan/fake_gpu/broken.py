@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pipeline.plan.fake_gpu.device as fake  # isort: skip  before torch
 import torch
@@ -16,13 +18,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from pipeline.checkpoint import save
+from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.config.topology import Topology
 from pipeline.plan.fake_gpu.contracts import BrokenContractError, Call
 from pipeline.plan.fake_gpu.contracts_collectives import Message, check_messages, split_group
 from pipeline.plan.fake_gpu.memory import Memory
 from pipeline.plan.fake_gpu.recorder import StepRecorder
 from pipeline.plan.fake_gpu.step import axes_of, world
+from pipeline.plan.fake_gpu.streams import FakeEvent
 from pipeline.plan.fake_gpu.submissions import pin
+from pipeline.runtime.launch.host_copy import HostCopy
 
 aten: Any = torch.ops.aten
 BF16 = torch.bfloat16
@@ -224,6 +230,27 @@ def staged(bad: bool) -> None:
     assert (got + 1).shape == (8,)
 
 
+def checkpoint(bad: bool) -> None:
+    """The writer's copy of a shard, which its thread reads: without the wait, too early."""
+    writer = CheckpointWriter.__new__(CheckpointWriter)
+    writer._buffers, writer._page_locked = {}, set()
+    item, value = SimpleNamespace(index=0), cuda(8)
+    plan: Any = SimpleNamespace(items=[item], value_lookup=lambda _state: lambda _item: value)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(save, "_page_lock", lambda buffer, _device: pin(buffer) is not None))
+        if bad:
+            stack.enter_context(patch.object(torch.cuda, "synchronize", lambda: None))
+        lookup = writer._copy_to_host(plan, {})
+    assert (lookup(item) + 1).shape == (8,)
+
+
+def numbers(bad: bool) -> None:
+    """The copy of a step's sums, which the host reads a step later: without the wait for its event, too early."""
+    copy = HostCopy(cuda(8))
+    with patch.object(FakeEvent, "synchronize", lambda _event: None) if bad else nullcontext():
+        assert len(copy.read()) == 8
+
+
 def pageable(bad: bool) -> None:
     source = torch.zeros(8)
     assert (source if bad else pin(source)).to("cuda", non_blocking=True).is_cuda
@@ -264,6 +291,8 @@ OPTIONS: dict[str, tuple[str, Callable[..., None], dict[str, dict[str, Any]]]] =
     "freed": ("memory of another stream", freed, {"": {}, "record_stream": {"recorded": True}}),
     "resized": ("memory of another stream", resized, {"": {}}),
     "page-locked": ("waits of the host", staging, {"": {}}),
+    "checkpoint writer": ("waits of the host", checkpoint, {"": {}}),
+    "sums of a step": ("waits of the host", numbers, {"": {}}),
     "page-locked, read": ("waits of the host", staged, {"": {}}),
     "pageable": ("copies from pageable memory", pageable, {"": {}}),
 }
