@@ -44,9 +44,8 @@ def all_gather_into_tensor(call: Call) -> Iterator[str]:
     """Input and output are contiguous and of one dtype; the output has as many elements as all ranks' inputs, which are
     of equal size.
 
-    Source: torch 2.13 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, _allgather_base ("output tensor size must be
-    equal to world_size times input tensor size"), check_gpu_single_tensor ("Tensors must be contiguous"); NCCL 2.30.7
-    src/collectives.cc:131, ncclAllGather (one sendcount)
+    Source: torch 2.13 c10d/ProcessGroupNCCL.cpp, _allgather_base and check_gpu_single_tensor; NCCL 2.30.7
+    src/collectives.cc:131 (one sendcount)
     """
     names = ("output_tensor", "input_tensor"), ("outputs", "inputs")
     yield from _shares(call, _pairs(call, *names))
@@ -57,9 +56,7 @@ def reduce_scatter_tensor(call: Call) -> Iterator[str]:
     """Input and output are contiguous and of one dtype; the input has as many elements as all ranks' outputs, which are
     of equal size.
 
-    Source: torch 2.13 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, _reduce_scatter_base ("input tensor must be the
-    same size as output size times world size"); NCCL 2.30.7 src/collectives.cc:238, ncclReduceScatter
-    (one recvcount)
+    Source: torch 2.13 c10d/ProcessGroupNCCL.cpp, _reduce_scatter_base; NCCL 2.30.7 src/collectives.cc:238
     """
     names = ("input_tensor", "output_tensor"), ("inputs", "outputs")
     yield from _shares(call, _pairs(call, *names))
@@ -72,8 +69,7 @@ def all_to_all_single(call: Call) -> Iterator[str]:
     """Input and output are contiguous and of one dtype; there is a split for each rank, and the splits add up to dim 0;
     without splits the ranks divide dim 0; other dims are the same.
 
-    Source: torch 2.13 torch/include/torch/csrc/distributed/c10d/Utils.hpp:605 (checkSplitSizes); ProcessGroupNCCL.cpp,
-    alltoall_base
+    Source: torch 2.13 c10d/Utils.hpp:605 (checkSplitSizes)
     """
     yield from _in_one_piece(call)
     yield from _one_dtype(call)
@@ -94,8 +90,7 @@ def all_to_all_single(call: Call) -> Iterator[str]:
 def dense_tensors(call: Call) -> Iterator[str]:
     """Tensors of all-reduces and broadcasts are dense: their elements are in one piece of memory, in any order.
 
-    Source: torch 2.13 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, check_gpu_single_tensor ("Tensors must be
-    contiguous", is_non_overlapping_and_dense)
+    Source: torch 2.13 c10d/ProcessGroupNCCL.cpp, check_gpu_single_tensor ("Tensors must be contiguous")
     """
     for name, tensor in call.tensors():
         if not dense(tensor):
@@ -124,9 +119,8 @@ def point_to_point(call: Call) -> Iterator[str]:
     in one batch of one group (batch_isend_irecv): a message alone holds up all later ones until its peer comes, and two
     ranks that both send first wait for ever.
 
-    Source: torch 2.13 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, pointToPoint (one stream in the order of
-    calls); torch/distributed/distributed_c10d.py:1329 (one group) and :3049 (a batch); NCCL 2.30.7
-    docs/userguide/source/usage/p2p.rst (ncclGroupStart)
+    Source: torch 2.13 c10d/ProcessGroupNCCL.cpp, pointToPoint; torch/distributed/distributed_c10d.py:1329 and :3049;
+    NCCL 2.30.7 docs/userguide/source/usage/p2p.rst
     """
     yield from _in_one_piece(call)
 
@@ -166,8 +160,8 @@ def split_group(call: Call) -> Iterator[str]:
     """All ranks of the parent group make the same splits in the same order, also ranks in no group of a split (they
     have no colour); no rank is in two groups of a split.
 
-    Source: torch 2.13 torch/distributed/distributed_c10d.py:5668 and torch/include/torch/csrc/distributed/c10d/
-    ProcessGroupNCCL.hpp:537 (NCCL_SPLIT_NOCOLOR); NCCL 2.30.7 src/init.cc:3392, ncclCommSplit
+    Source: torch 2.13 torch/distributed/distributed_c10d.py:5668; c10d/ProcessGroupNCCL.hpp:537; NCCL 2.30.7
+    src/init.cc:3392, ncclCommSplit
     """
     splits: Any = call.values["splits"]
     yield from check_splits(splits)

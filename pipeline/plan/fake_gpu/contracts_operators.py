@@ -55,8 +55,7 @@ def flash_attention(call: Call) -> Iterator[str]:
     """Query, key and value are fp16 or bf16, all the same; their last dim has stride 1; the head size is the same for
     all, a multiple of 8, at most 256; rows begin at multiples of 16 bytes; kv heads divide query heads.
 
-    Source: torch 2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_fwd ("must have contiguous
-    last dimension", "head dimension at most 256"); attention.cu pads to 8 in F.scaled_dot_product_attention alone
+    Source: torch 2.13 flash_attn/flash_api.cpp, mha_fwd ("must have contiguous last dimension")
     """
     yield from _attention(call, dtypes=_HALF, widest=256)
     query, key, value = (call.values[name] for name in _QKV)
@@ -70,10 +69,9 @@ def flash_attention(call: Call) -> Iterator[str]:
 @contract("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
 def flash_attention_backward(call: Call) -> Iterator[str]:
     """As flash attention; the log-sum-exp is contiguous fp32 [B, H, T], because the kernel reads it by pointer and
-    follows no strides; the gradient has the dtype of query (torch makes it and the output contiguous itself).
+    ignores strides; the gradient has the dtype of query (torch itself makes it contiguous).
 
-    Source: torch 2.13 flash_attn/flash_api.cpp, mha_bwd (softmax_lse.data_ptr(), "query and dout must have the same
-    dtype", "head_size should be a multiple of 8"); attention_backward.cu, _flash_attention_backward
+    Source: torch 2.13 flash_attn/flash_api.cpp, mha_bwd (softmax_lse.data_ptr()); attention_backward.cu
     (contiguous_grad_out)
     """
     yield from _attention(call, dtypes=_HALF, widest=256)
@@ -86,8 +84,7 @@ def efficient_attention(call: Call) -> Iterator[str]:
     """Query, key and value are fp32, fp16 or bf16, all the same; their last dim has stride 1; their rows, and those of
     the bias, begin at multiples of 16 bytes.
 
-    Source: torch 2.13 transformers/cuda/mem_eff_attention/kernel_forward.h, check_supported ("is not correctly
-    aligned"); attention.cu, _efficient_attention_forward (CHECK_NOSPARSE_LASTCONTIGUOUS_CUDA)
+    Source: torch 2.13 mem_eff_attention/kernel_forward.h, check_supported ("is not correctly aligned")
     """
     yield from _attention(call, dtypes=(torch.float32, *_HALF), widest=None)
     for name, tensor in call.tensors("attn_bias", "bias"):
@@ -96,11 +93,10 @@ def efficient_attention(call: Call) -> Iterator[str]:
 
 @contract("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
 def efficient_attention_backward(call: Call) -> Iterator[str]:
-    """As efficient attention; the log-sum-exp is contiguous fp32, its rows are padded to 32 as the forward pass made
-    them; the gradient has the dtype of query (torch makes it contiguous itself).
+    """As efficient attention; the log-sum-exp is contiguous fp32 with rows of a multiple of 8; the gradient has the
+    dtype of query.
 
-    Source: torch 2.13 transformers/cuda/mem_eff_attention/kernel_backward.h, check_supported ("LSE is not correctly
-    aligned"); attention_backward.cu, _efficient_attention_backward; torch/_meta_registrations.py:6495
+    Source: torch 2.13 mem_eff_attention/kernel_backward.h, check_supported ("LSE is not correctly aligned")
     """
     yield from _attention(call, dtypes=(torch.float32, *_HALF), widest=None)
     yield from _gradients(call, call.values["query"])
@@ -115,8 +111,7 @@ def cudnn_attention(call: Call) -> Iterator[str]:
     """Query, key and value are fp16 or bf16, all the same; their last dim, and that of output and gradient, has stride
     1; the head size is a multiple of 8, at most 256 on Hopper; the log-sum-exp is contiguous fp32.
 
-    Source: torch 2.13 transformers/cuda/sdp_utils.cpp, check_cudnn_tensor_shapes and check_cudnn_layout;
-    aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_bprop
+    Source: torch 2.13 sdp_utils.cpp, check_cudnn_tensor_shapes; cudnn/MHA.cpp, run_cudnn_SDP_bprop
     """
     yield from _attention(call, dtypes=_HALF, widest=256)
     yield from _gradients(call, call.values["query"])
@@ -130,8 +125,7 @@ def layouts_of_products(call: Call) -> Iterator[str]:
     """The first factor of an fp8 product is row-major and the second column-major, and the summed dim is a multiple of
     16; the rows or columns of grouped products begin at multiples of 16 bytes; plain ones are bf16, scaled ones fp8.
 
-    Source: torch 2.13 torch/_meta_registrations.py:7231 (_scaled_mm) and :8611 (_meta_grouped_mm_common), which are
-    called; a matrix itself begins at a multiple of 16 bytes: aten/src/ATen/cuda/CUDABlas.cpp, scaled_gemm (alignment)
+    Source: torch 2.13 torch/_meta_registrations.py:6988 and :8611, which are called; cuda/CUDABlas.cpp, scaled_gemm
     """
     for name, tensor in call.tensors("self", "mat2"):
         if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
@@ -143,8 +137,7 @@ def fused_optimizers(call: Call) -> Iterator[str]:
     """Parameters, gradients and moments are in lists of equal length, and each parameter's have its shape, strides,
     dtype and device; the counts of steps (fp32), learning rate, grad_scale and found_inf are on the same device.
 
-    Source: torch 2.13 aten/src/ATen/native/cuda/FusedAdamWKernel.cu ("must have same dtype, device, and layout",
-    "found_inf must be on the same GPU device as the params"); torch/optim/adam.py:168 (steps on the device)
+    Source: torch 2.13 cuda/FusedAdamWKernel.cu ("must have same dtype, device, and layout"); torch/optim/adam.py:168
     """
     parameters: list[Tensor] = call.values["self"]
     for name in ("grads", "exp_avgs", "exp_avg_sqs", "momentum_buffer_list"):
@@ -187,11 +180,9 @@ def _conflict(call: Call) -> str:
 @contract("any operator", of_streams=True)
 def order_of_streams(call: Call) -> Iterator[str]:
     """A stream that uses what another stream writes (or writes what it uses) waits for it: by an event, wait_stream,
-    the wait of an asynchronous collective's work, or a synchronization of the host. Stream -1 is the host.
+    the wait of an asynchronous collective, or a synchronization of the host. Stream -1 is the host.
 
-    Source: torch 2.13 torch/cuda/_sanitizer.py:251 (StreamSynchronizations, whose clocks are used here) and
-    docs/source/notes/cuda.rst ("CUDA streams"); asynchronous collectives: torch/include/torch/csrc/distributed/c10d/
-    ProcessGroupNCCL.hpp:252 (a stream of their own until wait)
+    Source: torch 2.13 torch/cuda/_sanitizer.py:226, whose clocks are used; c10d/ProcessGroupNCCL.hpp:252
     """
     yield _conflict(call)
 
@@ -201,8 +192,7 @@ def memory_of_another_stream(call: Call) -> Iterator[str]:
     """Memory that a stream allocated is freed only when that stream comes after all that other streams do with it, or
     these are named by record_stream: the allocator gives it to the stream's next tensor and waits for nothing.
 
-    Source: torch 2.13 torch/_tensor_docs.py:3977 (record_stream); c10/cuda/CUDACachingAllocator.cpp, free
-    (stream_uses); DeepSpeed 0.19.8 runtime/zero/stage3.py:1639
+    Source: torch 2.13 torch/_tensor_docs.py:3977 (record_stream); DeepSpeed 0.19.8 runtime/zero/stage3.py:1639
     """
     yield _conflict(call) + " (it is the memory of a tensor freed since)"
 
@@ -212,8 +202,7 @@ def waits_of_the_host(call: Call) -> Iterator[str]:
     """Page-locked memory is neither written after a non_blocking copy from it began, nor read after one into it, before
     the host has waited for an event after the copy. It may be freed: torch's allocator waits for the copy.
 
-    Source: torch 2.13 aten/src/ATen/native/cuda/Copy.cu, copy_kernel_cuda (CachingHostAllocator_recordEvent);
-    torch/include/ATen/core/CachingHostAllocator.h:182; memory locked by cudaHostRegister has no such allocator
+    Source: torch 2.13 cuda/Copy.cu, copy_kernel_cuda; ATen/core/CachingHostAllocator.h:180
     """
     yield _conflict(call)
 
@@ -223,8 +212,7 @@ def copies_from_pageable_memory(call: Call) -> Iterator[str]:
     """A copy between host and device with non_blocking has page-locked memory on the host: from other memory the host
     waits for it all the same.
 
-    Source: torch 2.13 aten/src/ATen/native/cuda/Copy.cu, copy_kernel_cuda; CUDA runtime API, "API synchronization
-    behavior" (pageable memory is staged)
+    Source: torch 2.13 cuda/Copy.cu, copy_kernel_cuda; CUDA runtime API, "API synchronization behavior"
     """
     if call.values["non_blocking"] and not call.values["pinned"]:
         yield "the memory on the host is pageable"
@@ -235,8 +223,7 @@ def host_reads(call: Call) -> Iterator[str]:
     """No step of engine torch after the first reads the device before the next step has begun (item, bool, tolist, cpu,
     nonzero, masks): the queue of kernels would run dry. The sizes of an exchange of experts are the exception.
 
-    Source: torch 2.13 aten/src/ATen/native/cuda/CUDAScalar.cu, _local_scalar_dense_cuda (cudaStreamSynchronize);
-    aten/src/ATen/native/cuda/Nonzero.cu
+    Source: torch 2.13 cuda/CUDAScalar.cu, _local_scalar_dense_cuda
     """
     if not call.values["where"].endswith("(host_sizes)"):
         yield f"the host waits in {call.values['where']}"

@@ -16,6 +16,7 @@ from pipeline.plan.fake_gpu import exact, guard
 from pipeline.plan.fake_gpu.contracts import table
 from pipeline.plan.fake_gpu.contracts_collectives import Message, check_messages, check_splits
 from tests.conftest import ROOT
+from tests.plan.fake_gpu import contracts_page
 from tests.support import output_of
 
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=guard.missing() or "")
@@ -100,3 +101,7 @@ def test_all_ranks_split_in_one_order() -> None:
         assert list(check_splits(splits)) == []
         splits[1] = splits[1][:1]
         assert list(check_splits(splits)) == ["ranks 0 and 1 split differently in call 1"]
+
+
+def test_the_page_has_the_table() -> None:
+    assert contracts_page.PAGE.read_text() == contracts_page.page(), "python -m tests.plan.fake_gpu.contracts_page"
