@@ -178,18 +178,18 @@ def _one_mesh_of_nodes(mesh: Mesh) -> Iterator[None]:
     torch 2.13 makes a mesh, with two process groups, for each (`_fsdp_init._get_post_forward_mesh_info`): for 80 layers
     160 communicators on every rank.
     """
-    make: Any = _fully_shard._get_post_forward_mesh_info  # type: ignore[attr-defined]
+    make: Any = _fully_shard._get_post_forward_mesh_info
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool) or mesh.nodes is None:
             return make(reshard_after_forward, mesh_info)
         return HSDPMeshInfo(mesh.nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
 
-    _fully_shard._get_post_forward_mesh_info = shared  # type: ignore[attr-defined]
+    _fully_shard._get_post_forward_mesh_info = shared
     try:
         yield
     finally:
-        _fully_shard._get_post_forward_mesh_info = make  # type: ignore[attr-defined]
+        _fully_shard._get_post_forward_mesh_info = make
 
 
 def _shard_experts(decoder: Decoder, mesh: Mesh, sharding: Sharding) -> None:

@@ -42,7 +42,7 @@ class _Access:
 
 
 @dataclass
-class _Block:
+class _MemoryBlock:
     """A block of memory of a storage.
 
     Attributes:
@@ -62,9 +62,9 @@ class Accesses:
     """Follows accesses to device memory, and to host memory that copies use while the host goes on."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _MemoryBlock] = {}
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-        self._freed: defaultdict[int, list[_Block]] = defaultdict(list)
+        self._freed: defaultdict[int, list[_MemoryBlock]] = defaultdict(list)
         self._finished: set[object] = set()
 
     def see(self, tensor: Tensor) -> None:
@@ -108,7 +108,7 @@ class Accesses:
             return
         self.see(host)
         number = self._numbers[host.untyped_storage()]
-        self._blocks.setdefault(number, _Block(HOST, host.untyped_storage().nbytes()))
+        self._blocks.setdefault(number, _MemoryBlock(HOST, host.untyped_storage().nbytes()))
         self.access(host, "copy_ (non_blocking)", moment, writes=writes)
 
     def finish(self, work: object) -> None:
@@ -140,7 +140,7 @@ class Accesses:
         if size:
             self._blocks[number] = self._allocated(size)
 
-    def _free(self, block: _Block) -> None:
+    def _free(self, block: _MemoryBlock) -> None:
         left = [
             each
             for each in block.accesses
@@ -151,14 +151,14 @@ class Accesses:
         if left and block.stream != HOST:
             self._freed[block.stream].append(replace(block, accesses=left))
 
-    def _allocated(self, size: int) -> _Block:
+    def _allocated(self, size: int) -> _MemoryBlock:
         stream, inherited = ORDER.current, []
         for freed in self._freed[stream]:
             freed.accesses = [each for each in freed.accesses if not ORDER.follows(stream, each.moment)]
             if freed.bytes >= size:
                 inherited += [replace(each, begin=0, end=size, former=True) for each in freed.accesses]
         self._freed[stream] = [each for each in self._freed[stream] if each.accesses]
-        return _Block(stream, size, inherited)
+        return _MemoryBlock(stream, size, inherited)
 
 
 ACCESSES = Accesses()
@@ -170,27 +170,27 @@ def accessed(op: Any, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Ten
     if op.namespace == "prim":  # properties of tensors
         return
     if op.namespace == "c10d":
-        tensors = [list(_tensors(each)) for each in args]
+        tensors = [list(tensors_of(each)) for each in args]
         for position, found in enumerate(tensors):
             yield from ((each, position == 0 and op.__name__.split(".")[0] != "send") for each in found)
         return
     given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
     inputs = set()
     for name, writes in _accessed_parameters(op):
-        for tensor in _tensors(given.get(name)):
+        for tensor in tensors_of(given.get(name)):
             inputs.add(tensor.untyped_storage())
             yield tensor, writes
     if not _only_allocates(op):
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             if tensor.untyped_storage() not in inputs and not _aliases(op):
                 yield tensor, True
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_of(values: Any) -> Iterator[Tensor]:
     """Yields the tensors among values; of a DTensor or another wrapper, the tensors within it."""
     for each in (values,) if isinstance(values, Tensor) else tree_leaves(values):
         if hasattr(each, "__tensor_flatten__"):
-            yield from _tensors([getattr(each, name) for name in each.__tensor_flatten__()[0]])
+            yield from tensors_of([getattr(each, name) for name in each.__tensor_flatten__()[0]])
         elif isinstance(each, Tensor):
             yield each
 
@@ -216,7 +216,8 @@ def _aliases(op: Any) -> bool:
 
 @cache
 def _only_allocates(op: Any) -> bool:
-    return op.__name__.startswith(("empty", "new_empty", "empty_like", "wait_tensor"))
+    name: str = op.__name__
+    return name.startswith(("empty", "new_empty", "wait_tensor"))
 
 
 def _span(tensor: Tensor) -> tuple[float, float]:

@@ -82,7 +82,7 @@ def _answer_for_cuda() -> None:
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.synchronize = lambda *_device: streams.ORDER.synchronize()  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_device: streams.ORDER.synchronize()
     torch.cuda.current_stream = torch.accelerator.current_stream = streams.current_stream  # type: ignore[assignment]
     torch.cuda.default_stream = _always(streams.FakeStream(number=0))
     torch.cuda.stream, torch.cuda.set_stream = streams.within_stream, streams.set_stream  # type: ignore[assignment]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pipeline.plan.fake_gpu.accesses import ACCESSES, accessed
+from pipeline.plan.fake_gpu.accesses import ACCESSES, accessed, tensors_of
 from pipeline.plan.fake_gpu.contracts import BrokenContractError, Call, call_of, contracts_of
 from pipeline.plan.fake_gpu.contracts_collectives import Message
 from pipeline.plan.fake_gpu.contracts_operators import ASKED, copies_from_pageable_memory, layouts_of_products
@@ -59,7 +59,7 @@ class Submissions:
         self, op: Any, args: Any, kwargs: Any, result: Any, call: Call, group: dist.ProcessGroup | None
     ) -> None:
         found = list(accessed(op, args, kwargs, result))
-        for tensor, _ in found:
+        for tensor in (*(tensor for tensor, _ in found), *tensors_of(result)):
             ACCESSES.see(tensor)
         if call.values.get("pin_memory"):
             pin(result)
@@ -153,7 +153,7 @@ class _Works:
                 self._batched = False
 
         _C10D.FakeWork.wait = waited
-        dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batched
+        dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batched  # type: ignore[assignment]
         try:
             yield
         finally:
