@@ -79,8 +79,9 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     """Makes every unit start the all-gather of its successor before its own computation, in both passes.
 
     In a backward pass FSDP2 itself would gather the unit that ran before in the forward pass. With several
-    micro-batches in flight (pipeline parallelism), for the first layer this is another micro-batch's last layer: in
-    vain.
+    micro-batches in flight (pipeline parallelism), for the first unit this is another micro-batch's last layer: in
+    vain, and a race, since torch 2.13 frees the gathered weights without a wait of the stream that copies the next
+    gather's input into the same memory. So the first unit names itself.
 
     Args:
         root: the root unit's module.
@@ -97,6 +98,8 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     chain = [each for unit in reversed(units.ordered()) for each in _with_inner(unit)]
     for before, after in pairwise(chain):
         before.set_modules_to_backward_prefetch([after])
+    if chain:
+        chain[-1].set_modules_to_backward_prefetch([chain[-1]])  # it is gathered already: gathers nothing
 
 
 def reshard_within_node(unit: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:

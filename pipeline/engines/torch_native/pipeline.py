@@ -133,7 +133,10 @@ class PipelineSchedule:
         try:
             self._schedule.step(*ids, target=torch.zeros(self._micro_batches, device=self._device))
         except RuntimeError as error:
-            raise _own_error(error) from error
+            own = _own_error(error)
+            if own is None:
+                raise  # raised from itself, the error would lose its cause
+            raise own from None  # it has its traceback, and is a cause of the other
         if self._sends is not None:
             self._sends.wait()
         return sum((each for module in self._stage_modules for each in module.sums), zero_sums(objective, self._device))
@@ -233,9 +236,9 @@ def _output_is_loss(loss: Tensor, _target: Tensor) -> Tensor:
     return loss.sum()
 
 
-def _own_error(error: BaseException) -> BaseException:
-    """Unwraps our error from the error of a torch schedule; returns any other error unchanged."""
+def _own_error(error: BaseException) -> HeadraceError | None:
+    """Finds our error among the causes of the error of a torch schedule; None if the error is another's."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, HeadraceError):
         found = found.__cause__
-    return found or error
+    return found

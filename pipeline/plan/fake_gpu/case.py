@@ -67,7 +67,8 @@ def run_cases(
         cwd: directory to which paths of configs are relative; None for the present one.
 
     Returns:
-        For each case "report" (`step.StepReport` as a dictionary), or "error" and "traceback"; and "seconds".
+        For each case "report" (`step.StepReport` as a dictionary), or "error" and "traceback", and of an
+        error that breaks a contract of CUDA "contract", its name; and "seconds".
 
     Raises:
         RuntimeError: the process ended early; the message has the end of its output.

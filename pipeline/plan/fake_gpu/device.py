@@ -20,6 +20,9 @@ from torch._subclasses import fake_tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
 
+from pipeline.plan.fake_gpu import streams  # noqa: E402
+from pipeline.plan.fake_gpu.accesses import ACCESSES  # noqa: E402
+
 MEMORY_BYTES = 140 * 2**30
 """Total memory of an H200 as `torch.cuda.get_device_properties` reports it: 141 GB less the driver's share."""
 
@@ -43,78 +46,19 @@ PROPERTIES = types.SimpleNamespace(
 )
 
 
-class FakeStream:
-    """Replacement of `torch.cuda.Stream`: everything is on one stream, in order."""
-
-    device_index, device_type, stream_id, cuda_stream = 0, 1, 0, 0
-    device = torch.device("cuda", 0)
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def wait_stream(self, _stream: Any) -> None:
-        """Does nothing: there is no work to wait for."""
-
-    def wait_event(self, _event: Any) -> None:
-        """Does nothing: there is no work to wait for."""
-
-    def synchronize(self) -> None:
-        """Does nothing: there is no work to wait for."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """Returns the event, or a new one."""
-        return event or FakeEvent()
-
-    def query(self) -> bool:
-        """Whether all work is done."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being made."""
-        return False
-
-    def __enter__(self) -> FakeStream:
-        return self
-
-    def __exit__(self, *_error: object) -> None: ...
-
-
-class FakeEvent:
-    """Replacement of `torch.cuda.Event`: every event has happened."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def record(self, *_args: Any) -> None:
-        """Does nothing: there is no work to record."""
-
-    def wait(self, *_args: Any) -> None:
-        """Does nothing: there is no work to wait for."""
-
-    def synchronize(self) -> None:
-        """Does nothing: there is no work to wait for."""
-
-    def query(self) -> bool:
-        """Whether the event has happened."""
-        return True
-
-    def elapsed_time(self, _other: Any) -> float:
-        """Milliseconds between two events: always 0."""
-        return 0.0
-
-
 def _always(answer: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: answer
 
 
 def _answer_for_cuda() -> None:
     """Replaces the functions of `torch.cuda` that query the device."""
-    stream, generator_state = FakeStream(), torch.zeros(16, dtype=torch.uint8)
+    generator_state = torch.zeros(16, dtype=torch.uint8)
     answers = {
         "is_available": True,
         "is_initialized": True,
         "device_count": 1,
         "current_device": 0,
         "set_device": None,
-        "synchronize": None,
         "empty_cache": None,
         "_lazy_init": None,
         "_exchange_device": 0,
@@ -126,10 +70,6 @@ def _answer_for_cuda() -> None:
         "manual_seed": None,
         "get_rng_state": generator_state,
         "set_rng_state": None,
-        "current_stream": stream,
-        "default_stream": stream,
-        "set_stream": None,
-        "stream": contextlib.nullcontext(),
         "reset_peak_memory_stats": None,
         "memory_allocated": 0,
         "max_memory_allocated": 0,
@@ -142,17 +82,24 @@ def _answer_for_cuda() -> None:
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.accelerator.current_stream = _always(stream)  # the C++ stream takes no Python event
-    torch.cuda.Stream, torch.cuda.Event = FakeStream, FakeEvent  # type: ignore[assignment, misc]
+    torch.cuda.synchronize = lambda *_device: streams.ORDER.synchronize()
+    torch.cuda.current_stream = torch.accelerator.current_stream = streams.current_stream  # type: ignore[assignment]
+    torch.cuda.default_stream = _always(streams.FakeStream(number=0))
+    torch.cuda.stream, torch.cuda.set_stream = streams.within_stream, streams.set_stream  # type: ignore[assignment]
+    torch.cuda.Stream, torch.cuda.Event = streams.FakeStream, streams.FakeEvent  # type: ignore[assignment, misc]
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _always(None))
     torch.version.cuda = "13.0"
 
 
+def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    ACCESSES.record_stream(tensor, stream)
+
+
 def _patch_torch() -> None:
     """Replaces the other functions of torch that need a real device."""
     torch.random.fork_rng = _always(contextlib.nullcontext())
-    torch.Tensor.record_stream = _always(None)  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _record_stream  # type: ignore[assignment, method-assign]
     fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
     fake_tensor.FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
 

@@ -46,7 +46,7 @@ def execute(source: RunInputs, *, ranks: Sequence[int], pp: int, engine: str) ->
         engine: engine of the config.
 
     Raises:
-        ConfigError: the step failed; the message has its error.
+        ConfigError: the step failed, or breaks a contract of CUDA (`contracts`); the message has its error.
     """
     found: list[Executed] = []
     for rank in ranks:
@@ -85,8 +85,11 @@ def _result_of(case: StepCase) -> dict[str, Any]:
         result, why = {}, str(error)
     if why is not None:
         print(file=sys.stderr)
-        remedy = "leave it out; the formulas need no step"
-        raise ConfigError("--exact", True, why=f"the step failed on the fake device: {why}", remedy=remedy)
+        failed, remedy = "the step failed on the fake device", "leave it out; the formulas need no step"
+        if "contract" in result:
+            failed = "the step runs on a CPU and would go wrong on a GPU"
+            remedy = "another layout, and report it: it is a fault of the engine or of a package, not of the config"
+        raise ConfigError("--exact", True, why=f"{failed}: {why}", remedy=remedy)
     return result
 
 

@@ -18,7 +18,7 @@ from pipeline.engines.torch_native import single
 from pipeline.engines.torch_native.single import TorchSingle
 from pipeline.models.construction import buffers
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import pin
+from pipeline.plan.fake_gpu.submissions import pin
 
 aten: Any = torch.ops.aten
 

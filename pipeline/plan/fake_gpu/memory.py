@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline.plan.fake_gpu.accesses import ACCESSES
+
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 _BLOCK = 512
 """Granularity of CUDA's allocator, in bytes."""
@@ -108,6 +110,7 @@ class Memory:
             number = self._numbers.get(storage)
             if number is not None:
                 self._resized(number, size)
+            ACCESSES.resized(storage)
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.engines.parallel.collectives import host_sizes
+from pipeline.plan.fake_gpu.accesses import ACCESSES
+from pipeline.plan.fake_gpu.contracts import Call, call_of
+from pipeline.plan.fake_gpu.contracts_operators import host_reads
 from pipeline.plan.fake_gpu.memory import Memory
+from pipeline.plan.fake_gpu.streams import HOST, ORDER
+from pipeline.plan.fake_gpu.submissions import Submissions, is_pinned
 from pipeline.runtime.launch.host_copy import HostCopy
 
 aten: Any = torch.ops.aten
@@ -51,6 +56,8 @@ FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
 }
 """Operators of torch's functional collectives, whose first argument is this rank's input."""
 
@@ -67,7 +74,8 @@ _SHAPE_READS = {
 class StepRecorder(TorchDispatchMode):
     """A dispatch mode that counts the work of a step on fake tensors.
 
-    Enter it within fake tensors. It counts from `begin` on; memory is followed from the start.
+    Enter it within fake tensors. It counts from `begin` on; memory is followed from the start, and every call has to
+    keep its operator's contracts.
 
     Args:
         memory: record of every storage of the device.
@@ -80,6 +88,7 @@ class StepRecorder(TorchDispatchMode):
         host_reads: project line that made the host wait for the device -> count.
         deferred_reads: project line that began a copy to the host, for which the host waits later -> count.
         unpinned: project line that copied pageable host memory to the device -> count.
+        forbids_reads: whether a read of the device for which the host waits breaks a contract.
         flops: FLOPs of matrix products and attention; causal attention counts in full, as in MFU.
     """
 
@@ -90,7 +99,18 @@ class StepRecorder(TorchDispatchMode):
         self._memory, self._axes_of, self._gloo = memory, axes_of, gloo
         self._followed = ("cuda", "cpu") if host else ("cuda",)
         self._groups: dict[str, str] = {}
+        self._submissions = Submissions()
+        self.forbids_reads = False
         self.begin()
+
+    def __enter__(self) -> Self:
+        self._follows = self._submissions.following()
+        self._follows.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._follows.__exit__(*error)
 
     def begin(self) -> None:
         """Forgets all counts."""
@@ -107,15 +127,14 @@ class StepRecorder(TorchDispatchMode):
             with _disable_current_modes():
                 return op(*args, **kwargs)
         if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            if args[0].device.type == "cuda":
-                self.host_reads[_line()] += 1
+            self._read_number(args[0])
             return _constant(args[0].dtype) if not _asks_for_overflow() else 0
         if op is aten.index.Tensor and _by_mask(args):
             return self._all_rows(*args)
         self._note_copies(op, args, kwargs)
         if op.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(op, args)
-        result = op(*args, **kwargs)
+        result = self._submissions.run(op, args, kwargs)
         if op.overloadpacket in flop_registry:
             self.flops += int(flop_registry[op.overloadpacket](*args, **kwargs, out_val=result))
         elif op is aten._grouped_mm.default:
@@ -146,8 +165,7 @@ class StepRecorder(TorchDispatchMode):
         """Counts `tolist` within the block as one read, as on a device; on fake tensors it reads number by number."""
 
         def tolist(tensor: FakeTensor) -> Any:
-            if tensor.device.type == "cuda":
-                self.host_reads[_line()] += 1
+            self._read_number(tensor)
             shape = [int(size) for size in tensor.shape]
             return np.full(shape, _constant(tensor.dtype)).tolist()
 
@@ -162,17 +180,33 @@ class StepRecorder(TorchDispatchMode):
         source, target = _copied(op, args, kwargs)
         if source is None:
             if op in _SHAPE_READS and args[0].device.type == "cuda":
-                self.host_reads[f"{_line()} ({op.overloadpacket.__name__})"] += 1
+                self._read(f"{_line()} ({op.overloadpacket.__name__})")
             return
         if source.device.type == "cuda" and target == "cpu":
-            self.host_reads[_line()] += 1
+            self._read(_line(), waits=not call_of(op, args, kwargs).values["non_blocking"])
         if source.device.type == "cpu" and target == "cuda" and not is_pinned(source):
             self.unpinned[_line()] += 1
 
     def _all_rows(self, tensor: Tensor, masks: Any) -> Tensor:
         """Selects all rows, and counts the read for which the host waits: the number of rows that a mask selects."""
-        self.host_reads[f"{_line()} (mask)"] += 1
+        self._read(f"{_line()} (mask)")
         return tensor.new_empty((masks[0].numel(), *tensor.shape[masks[0].ndim :]))
+
+    def _read(self, where: str, *, waits: bool = True) -> None:
+        """Counts a read of the device, for which the host waits."""
+        self.host_reads[where] += 1
+        if not waits:
+            return
+        if self.forbids_reads:
+            host_reads.verify(Call("a read", {"where": where}))
+        ORDER.join(HOST, ORDER.current)
+
+    def _read_number(self, tensor: Tensor) -> None:
+        """Counts a read of a number by the host; one of the host's own tensors comes after copies into it."""
+        if tensor.device.type == "cuda":
+            self._read(_line())
+        else:
+            ACCESSES.access(tensor, "a read", ORDER.submit(HOST), writes=False)
 
     def _note_collective(self, op: Any, args: Any) -> None:
         name = op.__name__.split(".")[0]
@@ -200,17 +234,6 @@ class StepRecorder(TorchDispatchMode):
         if group.group_name not in self._groups:
             self._groups[group.group_name] = self._axes_of(dist.get_process_group_ranks(group))
         return self._groups[group.group_name]
-
-
-def pin(tensor: Tensor, *_device: Any) -> Tensor:
-    """Replaces `Tensor.pin_memory`."""
-    tensor.__dict__["_pinned"] = True
-    return tensor
-
-
-def is_pinned(tensor: Tensor) -> bool:
-    """Whether `pin` was called, or the tensor is a scalar, which travels with the kernel's arguments."""
-    return bool(tensor.__dict__.get("_pinned")) or tensor.ndim == 0
 
 
 def _on_meta(args: Any, kwargs: Any) -> bool:

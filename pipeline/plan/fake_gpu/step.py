@@ -37,7 +37,8 @@ from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.fake_gpu.case import StepCase
 from pipeline.plan.fake_gpu.kinds import makers, modules_of, name_weights, optimizer_of, state_of, watched
 from pipeline.plan.fake_gpu.memory import Memory
-from pipeline.plan.fake_gpu.recorder import StepRecorder, pin
+from pipeline.plan.fake_gpu.recorder import StepRecorder
+from pipeline.plan.fake_gpu.submissions import pin
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
         rank = stack.enter_context(world(run.topology, case.pp_rank))
         if run.config.engine == "deepspeed":
             stack.enter_context(deepspeed_on_fake_device(rank=rank, processes=run.topology.world_size))
-        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
+        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size, node=run.node_size)
         section = run.config.zero_optimization
         offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
         recorder = StepRecorder(
@@ -104,7 +105,10 @@ def run_step(case: StepCase) -> dict[str, Any]:
             for number in range(1, case.steps + 1):
                 batch = _batch(run.batch, number, cp=run.topology.cp, masked=run.config.data.mask_documents)
                 recorder.begin()
+                # in the first step, pipeline stages tell each other shapes
+                recorder.forbids_reads = run.config.engine == "torch" and (number > 1 or run.topology.pp == 1)
                 engine.train_step(batch, lr=1e-4)
+            recorder.forbids_reads = False
             peak = memory.peak()
     rows = [[*key, *value] for key, value in sorted(recorder.collectives.items())]
     waited, deferred, copies = (
@@ -119,7 +123,7 @@ def run_compiled_step(case: StepCase) -> None:
     hf_config: Any = model.config
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
     with world(run.topology, case.pp_rank):
-        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
+        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size, node=run.node_size)
         recorder = StepRecorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})

@@ -22,6 +22,7 @@ from pipeline.plan.fake_gpu.step import run_step  # isort: skip  before anything
 from foundation.errors import HeadraceError
 from foundation.processes import die_with_parent
 from pipeline.plan.fake_gpu.case import StepCase
+from pipeline.plan.fake_gpu.contracts import BrokenContractError
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -66,6 +67,8 @@ def _execute(case: StepCase, reader: int, writer: int) -> NoReturn:
             result: dict[str, Any] = {"report": run_step(case)}
         except Exception as error:
             result = {"error": _with_line(error), "traceback": traceback.format_exc()}
+            if isinstance(error, BrokenContractError):
+                result["contract"] = error.contract.name
         with os.fdopen(writer, "w") as results:
             results.write(json.dumps(result))
         code = 0
