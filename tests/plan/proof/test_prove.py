@@ -318,7 +318,8 @@ def test_the_time_limit_of_a_case_begins_when_the_operator_of_a_disk_is_compiled
     done: list[str] = []
     monkeypatch.setattr(operators, "compile_async_io", lambda: done.append("compiled"))
     monkeypatch.setattr(worker, "preload", lambda *_what: done.append("imported"))
-    monkeypatch.setattr(worker, "_run", lambda *_what: (done.append("run"), CaseResult(tmp_path))[1])  # type: ignore[func-returns-value]
+    ran = CaseResult(tmp_path)
+    monkeypatch.setattr(worker, "_run", lambda *_what, **_how: (done.append("run"), ran)[1])  # type: ignore[func-returns-value]
     monkeypatch.setattr(worker, "use_cpu", lambda: None)
     disk = {"offload_optimizer": {"device": "nvme"}}
     for zero in ({"stage": 3, **disk}, {"stage": 3}):
