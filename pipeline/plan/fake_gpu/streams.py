@@ -55,10 +55,8 @@ class Order:
     def submit(self, stream: int) -> Moment:
         """Submits a piece of work to a stream, or executes one on the host."""
         moment = Moment(stream, next(self._work))
-        if stream != HOST:
-            self._clocks.update_seq_num(HOST, moment.number)
-            self.join(stream, HOST)
         self._clocks.update_seq_num(*moment)
+        self._clocks.current_sync_states[stream][HOST] = moment.number
         return moment
 
     def record(self, event: int, stream: int) -> None:

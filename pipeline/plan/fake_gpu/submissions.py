@@ -43,8 +43,9 @@ class Submissions:
         call = call_of(op, args, kwargs, ranks=1 if group is None else group.size())
         if group is not None and call.operator in ("send", "recv_"):
             self._works.message(call, group)
-        if _on_device(call):
-            for contract in contracts_of(call.operator):
+        contracts = contracts_of(call.operator)
+        if contracts and any(tensor.is_cuda for _, tensor in call.tensors()):
+            for contract in contracts:
                 contract.verify(call)
         try:
             result = op(*args, **kwargs)
@@ -176,10 +177,6 @@ def _group_of(op: Any, args: Any) -> dist.ProcessGroup | None:
     if op.namespace == "_c10d_functional" and not op.__name__.startswith("wait_tensor"):
         return distributed_c10d._resolve_process_group(args[-1])
     return None
-
-
-def _on_device(call: Call) -> bool:
-    return any(tensor.is_cuda for _, tensor in call.tensors())
 
 
 def pin(tensor: Tensor, *_device: Any) -> Tensor:
