@@ -14,12 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING
 
+from foundation.errors import ConfigError
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
 from pipeline.engines.sizes.communicators import communicators
 from pipeline.engines.torch_native.fsdp_units import layer_units, prefetch_explicitly, units_of
+from pipeline.engines.torch_native.pipeline import PipelineSchedule
 from pipeline.engines.torch_native.receive_buffers import SendsInFlight
 from pipeline.engines.torch_native.sharding import Sharding, shard_decoder
 from pipeline.models.construction.meta import build_meta
@@ -249,3 +251,20 @@ with process_group(launch, gpu=None, timeout_s=60.0):
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B"])
 def test_buffers_are_those_of_messages_in_flight_and_gradients_are_those_of_torchs_stages(schedule: str) -> None:
     assert "most" in output_of(warm.run("-c", CODE, schedule, processes=2, merged=True))
+
+
+def test_an_error_of_a_schedule_keeps_its_cause_and_our_own_is_unwrapped() -> None:
+    schedule = PipelineSchedule.__new__(PipelineSchedule)
+    module = SimpleNamespace(begin=lambda *_args, **_scale: None, stage=SimpleNamespace(first=False))
+    schedule._prepare, schedule._stage_modules = lambda _count: None, [module]
+    schedule._micro_batches, schedule._device = 1, torch.device("cpu")
+    ours = ConfigError("key", 1, why="why", remedy="another")
+    for cause, expected in ((ValueError("the cause"), RuntimeError), (ours, ConfigError)):
+
+        def step(*_ids: Any, cause: Exception = cause, **_target: Any) -> None:
+            raise RuntimeError("Failed to run stage backward") from cause
+
+        schedule._schedule = SimpleNamespace(step=step)
+        with pytest.raises(expected) as raised:
+            schedule.train([], None, scale=1.0)
+        assert raised.value is ours or raised.value.__cause__ is cause

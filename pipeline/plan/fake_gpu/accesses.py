@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.plan.fake_gpu.contracts import Call
 from pipeline.plan.fake_gpu.contracts_operators import memory_of_another_stream, order_of_streams, waits_of_the_host
-from pipeline.plan.fake_gpu.streams import HOST, ORDER, Moment
+from pipeline.plan.fake_gpu.streams import HOST, ORDER, Submitted
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Access:
 
     begin: float
     end: float
-    moment: Moment
+    moment: Submitted
     writes: bool
     operator: str
     former: bool = False
@@ -81,7 +81,7 @@ class Accesses:
         if storage in self._numbers:
             self._resized(self._numbers[storage], storage.nbytes())
 
-    def access(self, tensor: Tensor, operator: str, moment: Moment, *, writes: bool, work: object = None) -> None:
+    def access(self, tensor: Tensor, operator: str, moment: Submitted, *, writes: bool, work: object = None) -> None:
         """Notes an access to a tensor.
 
         Raises:
@@ -100,7 +100,7 @@ class Accesses:
             kept = [each for each in block.accesses if not _repeats(found, each)]
         block.accesses = [*kept, found]
 
-    def copy(self, source: Tensor, target: Tensor, moment: Moment, *, waits: bool) -> None:
+    def copy(self, source: Tensor, target: Tensor, moment: Submitted, *, waits: bool) -> None:
         """Notes a copy between host and device: the host's memory is in use until the device has done it."""
         host, writes = (source, False) if target.is_cuda else (target, True)
         if waits:

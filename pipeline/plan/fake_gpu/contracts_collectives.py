@@ -120,7 +120,7 @@ def point_to_point(call: Call) -> Iterator[str]:
     ranks that both send first wait for ever.
 
     Source: torch 2.13 c10d/ProcessGroupNCCL.cpp, pointToPoint; torch/distributed/distributed_c10d.py:1329 and :3049;
-    NCCL 2.30.7 docs/userguide/source/usage/p2p.rst
+    NCCL 2.30.7 user guide, usage/p2p.rst
     """
     yield from _in_one_piece(call)
 

@@ -18,7 +18,7 @@ HOST = -1
 """Number of the host, as a stream."""
 
 
-class Moment(NamedTuple):
+class Submitted(NamedTuple):
     """A piece of work: the number of its stream, and its own number among all work."""
 
     stream: int
@@ -52,13 +52,11 @@ class Order:
         """Returns the stream on which NCCL runs asynchronous collectives of a process group."""
         return self._of_groups.setdefault(group, self.new_name())
 
-    def submit(self, stream: int) -> Moment:
+    def submit(self, stream: int) -> Submitted:
         """Submits a piece of work to a stream, or executes one on the host."""
-        moment = Moment(stream, next(self._work))
-        if stream != HOST:
-            self._clocks.update_seq_num(HOST, moment.number)
-            self.join(stream, HOST)
+        moment = Submitted(stream, next(self._work))
         self._clocks.update_seq_num(*moment)
+        self._clocks.current_sync_states[stream][HOST] = moment.number
         return moment
 
     def record(self, event: int, stream: int) -> None:
@@ -88,7 +86,7 @@ class Order:
         """Makes the host wait for all streams."""
         self._clocks.sync_all_streams()
 
-    def follows(self, stream: int, moment: Moment) -> bool:
+    def follows(self, stream: int, moment: Submitted) -> bool:
         """Whether the next work of a stream comes after a piece of work."""
         return self._clocks.is_ordered_after(stream, moment.number, moment.stream)
 

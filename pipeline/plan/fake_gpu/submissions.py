@@ -21,7 +21,7 @@ from pipeline.plan.fake_gpu.accesses import ACCESSES, accessed, tensors_of
 from pipeline.plan.fake_gpu.contracts import BrokenContractError, Call, call_of, contracts_of
 from pipeline.plan.fake_gpu.contracts_collectives import Message
 from pipeline.plan.fake_gpu.contracts_operators import ASKED, copies_from_pageable_memory, layouts_of_products
-from pipeline.plan.fake_gpu.streams import HOST, ORDER, FakeEvent, FakeStream, Moment
+from pipeline.plan.fake_gpu.streams import HOST, ORDER, FakeEvent, FakeStream, Submitted
 
 _C10D: Any = torch._C._distributed_c10d
 
@@ -43,8 +43,9 @@ class Submissions:
         call = call_of(op, args, kwargs, ranks=1 if group is None else group.size())
         if group is not None and call.operator in ("send", "recv_"):
             self._works.message(call, group)
-        if _on_device(call):
-            for contract in contracts_of(call.operator):
+        contracts = contracts_of(call.operator)
+        if contracts and any(tensor.is_cuda for _, tensor in call.tensors()):
+            for contract in contracts:
                 contract.verify(call)
         try:
             result = op(*args, **kwargs)
@@ -107,7 +108,7 @@ class _Works:
         peer = dist.get_global_rank(group, _peer(call))
         self.messages.append(Message(group.group_name, peer, call.operator, self._batched))
 
-    def submit(self, call: Call, group: str) -> tuple[Moment, FakeEvent | None]:
+    def submit(self, call: Call, group: str) -> tuple[Submitted, FakeEvent | None]:
         """Submits a collective to its stream; returns it, and the event of its end if it is asynchronous."""
         message = call.operator in ("send", "recv_")
         if not call.values.get("async_op", True):
@@ -176,10 +177,6 @@ def _group_of(op: Any, args: Any) -> dist.ProcessGroup | None:
     if op.namespace == "_c10d_functional" and not op.__name__.startswith("wait_tensor"):
         return distributed_c10d._resolve_process_group(args[-1])
     return None
-
-
-def _on_device(call: Call) -> bool:
-    return any(tensor.is_cuda for _, tensor in call.tensors())
 
 
 def pin(tensor: Tensor, *_device: Any) -> Tensor:

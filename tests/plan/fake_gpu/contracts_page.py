@@ -16,9 +16,9 @@ step with the contract's name, the operator, the shapes and the source.
 $ headrace check --config ds_configs/fsdp.json --processes 2 --exact
 ```
 
-Values are not checked: fake tensors have none. Sources without a version are of torch 2.13: `_sanitizer.py` and other
-files of the package, `c10d/` in `torch/csrc/distributed`, the rest in `aten/src/ATen/native`. The page is made by
-`python -m tests.plan.fake_gpu.contracts_page`.
+Values are not checked: fake tensors have none. Sources without a version are of torch 2.13: `torch/cuda/_sanitizer.py`
+and other files of the package, `c10d/` in `torch/csrc/distributed`, the rest in `aten/src/ATen/native`. The page is
+made by `python -m tests.plan.fake_gpu.contracts_page`.
 """
 
 
