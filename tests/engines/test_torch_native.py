@@ -255,7 +255,7 @@ def test_buffers_are_those_of_messages_in_flight_and_gradients_are_those_of_torc
 
 def test_an_error_of_a_schedule_keeps_its_cause_and_our_own_is_unwrapped() -> None:
     schedule = PipelineSchedule.__new__(PipelineSchedule)
-    module = SimpleNamespace(begin=lambda *_args, **_scale: None, stage=SimpleNamespace(first=False))
+    module: Any = SimpleNamespace(begin=lambda *_args, **_scale: None, stage=SimpleNamespace(first=False))
     schedule._prepare, schedule._stage_modules = lambda _count: None, [module]
     schedule._micro_batches, schedule._device = 1, torch.device("cpu")
     ours = ConfigError("key", 1, why="why", remedy="another")

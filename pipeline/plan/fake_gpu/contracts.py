@@ -56,7 +56,7 @@ class Contract:
     Attributes:
         name: short name, in words.
         operators: names of the operators.
-        demand: what a call has to satisfy.
+        demand: the requirement that a call has to satisfy.
         source: code that has the demand, with the version.
         check: function that yields what is wrong with a call.
         of_streams: whether a call alone does not show it, because the order of earlier calls matters.
@@ -81,7 +81,7 @@ class BrokenContractError(HeadraceError):
     Args:
         contract: the contract.
         operator: name of the operator.
-        wrong: what is wrong with the call.
+        wrong: the violation, in words.
         shapes: the call's tensors, in words.
     """
 

@@ -192,7 +192,8 @@ def memory_of_another_stream(call: Call) -> Iterator[str]:
     """Memory that a stream allocated is freed only when that stream comes after all that other streams do with it, or
     these are named by record_stream: the allocator gives it to the stream's next tensor and waits for nothing.
 
-    Source: torch 2.13 torch/_tensor_docs.py:3977 (record_stream); DeepSpeed 0.19.8 deepspeed/runtime/zero/stage3.py:1639
+    Source: torch 2.13 torch/_tensor_docs.py:3977 (record_stream);
+    DeepSpeed 0.19.8 deepspeed/runtime/zero/stage3.py:1639
     """
     yield _conflict(call) + " (it is the memory of a tensor freed since)"
 
