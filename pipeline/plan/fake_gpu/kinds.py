@@ -150,8 +150,11 @@ def attend(
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
         flash = aten._scaled_dot_product_flash_attention
+        size = query.shape[-1]  # torch pads it to a multiple of 8 for the kernel (attention.cpp, pad_last_dim)
+        query, key, value = (F.pad(each, (0, -size % 8)) if size % 8 else each for each in (query, key, value))
+        scale = size**-0.5 if scale is None and size % 8 else scale
         out: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return out
+        return out[..., :size] if size % 8 else out
     assert not enable_gqa or query.shape[1] == key.shape[1], "no fused kernel: masks and fp32 need repeated heads"
     bias = None
     if attn_mask is not None:

@@ -29,7 +29,7 @@ def main() -> None:
             assert bool(large[0].sum() > 0)
             large[0].sum().item()
             large.pop().cpu()
-            torch.zeros(8).to("cuda", non_blocking=True)
+            torch.zeros(8).to("cuda")  # with non_blocking it would break a contract
             dist.all_reduce(torch.zeros(1024, device="cuda"))
     [counts] = recorder.collectives.values()
     reads, copies = sum(recorder.host_reads.values()), sum(recorder.unpinned.values())
