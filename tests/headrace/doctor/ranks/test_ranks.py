@@ -50,7 +50,7 @@ EXPERTS = {
     [
         ({}, 3, "dp 4, all 4 ranks"),
         ({"hybrid_shard_size": 2}, 3, "dp 4, replicate 2, shard 2, all"),
-        ({"ep": 2}, 3, "dp 4, ep 2, edp_shard 2, all"),
+        ({"ep": 2}, 3, "dp 4, edp_shard 2, ep 2, all"),
         ({"pp": 4, "schedule": "interleaved_1f1b"}, 0, "pp 4, link 1 of pp 4, tied weights 2, all"),
         ({"pp": 2, "tp": 2}, 0, "pp 2, tp 2, tied weights 2, stage 2, all"),
     ],
