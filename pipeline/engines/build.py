@@ -37,7 +37,7 @@ def build_engine(
     """
     if device.type == "cuda" and leaves_idle_experts(device):
         zero_idle_experts(model)
-    mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
+    mesh = mesh or build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size, node=run.node_size)
     if run.plain:
         from pipeline.engines.torch_native.reference import TorchReference  # noqa: PLC0415
 

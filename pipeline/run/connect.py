@@ -86,6 +86,6 @@ def connect(
 
 
 def _make_mesh(run: ResolvedRun, device: torch.device) -> Mesh:
-    mesh = build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size)
+    mesh = build_mesh(run.topology, device_type=device.type, shard_size=run.shard_size, node=run.node_size)
     assert mesh is not None  # only the reference has no mesh
     return mesh

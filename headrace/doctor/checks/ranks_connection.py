@@ -61,8 +61,10 @@ def _layout(context: Context, world: int) -> tuple[ResolvedRun | None, str]:
 
 
 def _mesh(resolved: ResolvedRun | None, world: int, device: torch.device) -> Mesh:
-    topology, shard_size = (resolved.topology, resolved.shard_size) if resolved else (Topology(dp=world), None)
-    return Mesh(topology, device_type=device.type, shard_size=shard_size)
+    if resolved is None:
+        return Mesh(Topology(dp=world), device_type=device.type)
+    sizes = {"shard_size": resolved.shard_size, "node": resolved.node_size}
+    return Mesh(resolved.topology, device_type=device.type, **sizes)
 
 
 def _used_mib(device: torch.device) -> int:

@@ -207,6 +207,11 @@ class ResolvedRun:
         return 1 if unsharded else self.config.parallel.hybrid_shard_size
 
     @property
+    def node_size(self) -> int | None:
+        """Number of data ranks over which engine torch's weights stay sharded during a step (hpZ); None without it."""
+        return self.config.zero_optimization.zero_hpz_partition_size if self.config.engine == "torch" else None
+
+    @property
     def expert_shards(self) -> int:
         """Number of ranks over which the experts of an expert-parallel rank are sharded.
 

@@ -30,13 +30,18 @@ class Mesh:
         topology: sizes of the axes; their product is the number of ranks.
         device_type: cpu or cuda.
         shard_size: number of data ranks over which parameters are sharded (hybrid sharding); None for all data ranks.
+        node: number of neighbouring data ranks over which weights stay sharded during a step (hpZ), a divisor of the
+            number of data ranks; None without it.
 
     Attributes:
         rank: global rank.
         coordinates: this rank's coordinate on every axis.
+        nodes: the data ranks as a 2-D mesh (across nodes, within a node), for hpZ; None without it.
     """
 
-    def __init__(self, topology: Topology, *, device_type: str, shard_size: int | None = None) -> None:
+    def __init__(
+        self, topology: Topology, *, device_type: str, shard_size: int | None = None, node: int | None = None
+    ) -> None:
         self.topology, self.rank = topology, dist.get_rank()
         self.coordinates = topology.coordinates(self.rank)
         data = topology.dp * topology.cp
@@ -48,6 +53,9 @@ class Mesh:
         self._data = (
             self._device_mesh["shard"] if sharded_alone else self._device_mesh["replicate", "shard"]._flatten("data")
         )
+        self.nodes: DeviceMesh | None = None
+        if node is not None:
+            self.nodes = self._data._unflatten(0, (data // node, node), ("across_nodes", "within_node"))
         self._experts = self._expert_mesh(device_type) if topology.ep > 1 else None
         # creating a group is collective over all ranks, members or not
         self._cp = _own_group((topology.group(rank, "cp") for rank in range(topology.world_size)), name="cp")
@@ -72,12 +80,15 @@ class Mesh:
         """Returns the groups of several ranks that this rank has, by axis; the same axes on all ranks.
 
         The data axis is called dp without context parallelism. With hybrid sharding there are also shard and replicate,
-        with expert parallelism those of ep, edp_shard and edp_replicate that have several ranks.
+        with hpZ across_nodes and within_node, with expert parallelism those of ep, edp_shard and edp_replicate that
+        have several ranks.
         """
         data = "data" if self.size("cp") > 1 else "dp"
         found = {"pp": self.group("pp"), data: self.group("data"), "cp": self.group("cp"), "tp": self.group("tp")}
         if self._shard_size != self.size("data"):
             found |= {axis: self._device_mesh[axis].get_group() for axis in ("replicate", "shard")}
+        if self.nodes is not None:
+            found |= {axis: self.nodes[axis].get_group() for axis in ("across_nodes", "within_node")}
         if self._experts is not None:
             axes = set(self._experts.mesh_dim_names or ()) - {"pp"}
             found |= {axis: self._experts[axis].get_group() for axis in sorted(axes)}
@@ -114,19 +125,6 @@ class Mesh:
             return self._data
         return self._device_mesh["replicate", "shard"]
 
-    def node_mesh(self, ranks: int) -> DeviceMesh:
-        """Divides the data ranks, over all of which parameters are sharded, into groups of neighbours. Collective.
-
-        Args:
-            ranks: number of ranks of such a group (hpZ), a divisor of the number of data ranks.
-
-        Returns:
-            The 2-D mesh (group, rank within the group).
-        """
-        data = self.size("data")
-        assert self._shard_size == data, "hpZ and hybrid sharding exclude each other"
-        return self._data._unflatten(0, (data // ranks, ranks), ("across_nodes", "within_node"))
-
     def expert_sharding_mesh(self) -> DeviceMesh:
         """The device mesh for FSDP2 of the experts: ranks with the same experts, in the form of `sharding_mesh`."""
         assert self._experts is not None
@@ -155,11 +153,11 @@ def _mesh_of(sizes: Mapping[str, int], device_type: str, *, always: str) -> Devi
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None) -> Mesh | None:
+def build_mesh(topology: Topology, *, device_type: str, shard_size: int | None, node: int | None = None) -> Mesh | None:
     """Builds the mesh of a run; None for one process. Collective. Takes the arguments of `Mesh`."""
     if topology.world_size == 1:
         return None
-    return Mesh(topology, device_type=device_type, shard_size=shard_size)
+    return Mesh(topology, device_type=device_type, shard_size=shard_size, node=node)
 
 
 def tied_weights_group(run: ResolvedRun) -> dist.ProcessGroup | None:

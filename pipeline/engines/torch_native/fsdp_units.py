@@ -111,7 +111,7 @@ def reshard_within_node(unit: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:
 
     Args:
         unit: a unit sharded with `reshard_after_forward` True, before its first forward pass.
-        mesh: result of `Mesh.node_mesh`, the same for all units.
+        mesh: `Mesh.nodes`, the same for all units.
     """
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     state: Any = _sharded(unit[0])._get_fsdp_state()

@@ -92,7 +92,6 @@ class TorchParallel(EngineBase, ExchangedGradients):
             dtype=model_dtype(run.config),
             fp8=run.config.fp8,
             reduce_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.config.communication_data_type],
-            node=run.config.zero_optimization.zero_hpz_partition_size,
         )
         # torch's schedules delay the reduction of an FSDP2 stage module until the last micro-batch; stage 3 must not
         # wait, so its FSDP2 root is the decoder inside the stage module

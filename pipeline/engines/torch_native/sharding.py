@@ -98,15 +98,12 @@ class Sharding:
         dtype: dtype of forward and backward passes; the parameters are fp32.
         fp8: whether weights are gathered in fp8.
         reduce_dtype: dtype in which gradients are summed over the data ranks.
-        node: number of neighboring data ranks over which layers' weights stay sharded between forward and backward pass
-            (stage 3, hpZ); None for all data ranks.
     """
 
     stage: int
     dtype: torch.dtype
     fp8: Fp8Section
     reduce_dtype: torch.dtype
-    node: int | None
 
     def reshard_after_forward(self, unit: tuple[nn.Module, ...], units: Units) -> bool:
         """Decides whether a unit's weights are sharded again after its forward pass."""
@@ -156,10 +153,9 @@ def shard_decoder(
         modules: Any = list(unit) if len(unit) > 1 else unit[0]
         fully_shard(modules, reshard_after_forward=sharding.reshard_after_forward(unit, units), **options)
     fully_shard(root, reshard_after_forward=False, **options)
-    if sharding.node is not None:
-        node_mesh = mesh.node_mesh(sharding.node)
+    if mesh.nodes is not None:
         for unit in units.layers:
-            reshard_within_node(unit, node_mesh)
+            reshard_within_node(unit, mesh.nodes)
     prefetch_explicitly(root, units)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)

@@ -77,7 +77,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
         rank = stack.enter_context(world(run.topology, case.pp_rank))
         if run.config.engine == "deepspeed":
             stack.enter_context(deepspeed_on_fake_device(rank=rank, processes=run.topology.world_size))
-        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
+        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size, node=run.node_size)
         section = run.config.zero_optimization
         offloads = "cpu" in (section.offload_optimizer.device, section.offload_param.device)
         recorder = StepRecorder(
@@ -123,7 +123,7 @@ def run_compiled_step(case: StepCase) -> None:
     hf_config: Any = model.config
     memory = Memory(makers(), head=(hf_config.vocab_size // run.topology.tp, hf_config.hidden_size))
     with world(run.topology, case.pp_rank):
-        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size)
+        mesh = build_mesh(run.topology, device_type="cuda", shard_size=run.shard_size, node=run.node_size)
         recorder = StepRecorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
