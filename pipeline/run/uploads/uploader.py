@@ -214,7 +214,7 @@ class Uploader:
         links = self._link(path, manifest)
         if links is not None:
             self._waiting.append(_Waiting(step, text, manifest, links))
-            self._state.left[step] = manifest.bytes
+            self._state.left[step] = manifest.bytes + len(text)  # the manifest comes last: until then all waits
 
     def _link(self, path: Path, manifest: Manifest) -> Path | None:
         """Makes hard links to a checkpoint's files; None if it was deleted meanwhile."""

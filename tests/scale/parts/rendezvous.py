@@ -39,7 +39,7 @@ from tests.scale.store_traffic import Recorder, Request, StoreClient
 RANKS = (1024, 2048, 4096, 8192)
 _REAL = dict(zip(RANKS, (4, 8, 12, 16), strict=True))
 """Real ranks whose requests are recorded at each size."""
-_AXES = ("pp", "replicate", "shard", "tp", "data", "cp")
+_AXES = ("pp", "shard", "cp")
 _STARTED = "while the process group was opened"
 _BEFORE, _MAKING, _MADE = (
     "before process groups were made",
@@ -83,6 +83,7 @@ def phases(rank: int, ranks: int) -> list[Phase]:
     own = [Request("SET", group(axis, rank), _ADDRESS) for axis in _AXES]
     joined = [
         Request("SET", f"/headrace/notes/host/{rank}", b"vm"),
+        Request("ADD", "/headrace/notes/ranks_on/vm", number=1),
         Request("SET", f"/headrace/notes/device/{rank}", b"cpu (gloo)|"),
         Request("COMPARE_SET", "/headrace/notes/device", b"cpu (gloo)"),
         Request("APPEND", "/headrace/notes/joined/ranks", f"{rank} ".encode()),
@@ -90,13 +91,14 @@ def phases(rank: int, ranks: int) -> list[Phase]:
         Request("WAIT", "/headrace/notes/complete"),
     ]
     zero = [
+        Request("ADD", "/headrace/notes/ranks_on/vm", number=0),
         *(Request(each, "/headrace/notes/host/0") for each in ("WAIT", "GET")),
         Request("CHECK", "/headrace/notes/devices differ"),
     ]
     of_all = f"/headrace/0//cpu//0/{rank}"
     default = [Request("SET", of_all, _ADDRESS)]
     top = layout(ranks)
-    sizes = {group("pp", rank): top.pp, group("data", rank): top.dp * top.cp, group("cp", rank): top.cp, of_all: ranks}
+    sizes = {group("pp", rank): top.pp, group("shard", rank): top.dp * top.cp, group("cp", rank): top.cp, of_all: ranks}
     asked = [each for key, size in sizes.items() for _ in range(min(2, size - 1)) for each in address(key)]
     return [
         ([], joined, "complete"),
@@ -114,6 +116,7 @@ def counted(requests: list[Request]) -> Counter[tuple[str, str, int]]:
         key = re.sub(r"^/headrace/0//cpu//0/\d+$", "default", each.key)
         key = re.sub(r"^/headrace/0//.+//cpu//0/\d+$", "group", key)
         key = re.sub(r"/(host|device)/\d+$", r"/\1", key)
+        key = re.sub(r"/ranks_on/.*$", "/ranks_on", key)
         if each.operation not in ("VALIDATE", "PING") and not (
             each.operation == "SET" and re.search("/(complete|all [^/]*)$", key)
         ):
