@@ -83,7 +83,9 @@ def _answer_for_cuda() -> None:
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.synchronize = lambda *_device: streams.ORDER.synchronize()
-    torch.cuda.current_stream = torch.accelerator.current_stream = streams.current_stream  # type: ignore[assignment]
+    torch.cuda.current_stream = streams.current_stream  # type: ignore[assignment]
+    # another function, since Dynamo knows both by their identity
+    torch.accelerator.current_stream = lambda *_device: streams.current_stream()  # type: ignore[assignment]
     torch.cuda.default_stream = _always(streams.FakeStream(number=0))
     torch.cuda.stream, torch.cuda.set_stream = streams.within_stream, streams.set_stream  # type: ignore[assignment]
     torch.cuda.Stream, torch.cuda.Event = streams.FakeStream, streams.FakeEvent  # type: ignore[assignment, misc]
