@@ -15,7 +15,9 @@ _TEXT = """\
 Explains a config key: what it means, its type, its default and an example.
 
 For a section it lists the keys; without a KEY it lists the sections of all kinds of config files. A key may be written
-as in --set (data.sources.0.weight), with brackets (data.sources[].weight), or as its last name alone."""
+as in --set (data.sources.0.weight), with brackets (data.sources[].weight), or as its last name alone.
+
+"layout FAMILY" prints how a model family is divided into pipeline stages and tensor-parallel shards."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _TEXT
     key = parser.add_argument("key", metavar="KEY", nargs="?", default="", help="e.g. run.keep_every")
     complete_with(key, _complete)
+    text = "after layout: a model_type of transformers (gpt2), or a Hugging Face folder"
+    parser.add_argument("family", metavar="FAMILY", nargs="?", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the explanation of a key."""
-    for line in lines_of(arguments.key):
+    """Prints the explanation of a key, or of a family's layout."""
+    for line in lines_of(arguments.key) if arguments.family is None else _layout(arguments.key, arguments.family):
         print(line)
+
+
+def _layout(word: str, family: str) -> Iterator[str]:
+    from pipeline.engines.parallel.architecture_limits import layout_lines  # noqa: PLC0415  # it imports torch
+
+    if word != "layout":
+        raise ConfigError("FAMILY", family, why=f"{word} is a key", remedy=f"use headrace explain layout {family}")
+    return layout_lines(family)
 
 
 def _complete(incomplete: str) -> list[str]:

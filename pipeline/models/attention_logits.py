@@ -11,6 +11,7 @@ Shapes: B samples, H heads, K key heads, T queries and S keys that are compared,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,17 +149,25 @@ def _blocks(chunks: list[int], size: int) -> Iterator[tuple[int, range]]:
 def _reference_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Runs Hugging Face's sdpa, and finds the largest of all T x T logits at once, for short sequences."""
+    """Runs Hugging Face's own attention, and finds the largest of all T x T logits at once, for short sequences.
+
+    It is sdpa; for a module with attention sinks, which sdpa does not have, the eager function of its architecture.
+    """
     scaling = options.get("scaling")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    watch = watch_of(module, None, None, scale=scale)
+    watch, length = watch_of(module, None, None, scale=scale), query.shape[2]
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if attention_mask is not None:
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     if watch is not None and torch._C._current_graph_task_id() == -1:
         with torch.no_grad():
             scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scale
-            seen = torch.ones_like(scores, dtype=torch.bool).tril() if attention_mask is None else attention_mask
-            seen = seen if seen.dtype == torch.bool else seen == 0
             of_heads = scores.float().masked_fill(~seen, -torch.inf).amax((0, 2, 3))
             torch.maximum(watch.largest, of_heads.unflatten(0, (key.shape[1], -1)).amax(1), out=watch.largest)
+    if options.get("s_aux") is not None:
+        eager: Any = sys.modules[type(module).__module__].eager_attention_forward
+        additive = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+        return eager(module, query, key, value, additive, **{**options, "scaling": scale})[0], None
     attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return attended
 

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
+from pipeline.config.rules.experts import experts_of
 from pipeline.models.layers import attention_widths, global_value
-from pipeline.models.routers import EXPERTS
-
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
-"""Names that architectures use for the number of experts per token."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,8 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
 
 def _inactive(model: nn.Module, config: PretrainedConfig) -> int:
     """Returns the number of parameters in routed experts not chosen for a token; shared experts are always active."""
-    experts = next((n for n in (getattr(config, name, None) for name in EXPERTS) if n), None)
-    chosen = next((n for n in (getattr(config, name, None) for name in _CHOSEN) if n), None)
+    experts, chosen = experts_of(config.to_dict())
     if not experts or not chosen:
         return 0
     routed = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
-    return routed - routed * int(chosen) // int(experts)
+    return routed - routed * chosen // experts

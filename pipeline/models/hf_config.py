@@ -14,10 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from foundation.errors import ConfigError, DataError
 from foundation.remote_folder import local_folder
 from foundation.section import suggest
+from pipeline.config.rules.experts import CHOSEN, EXPERTS, GROUPS
 from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
 from pipeline.models.folder.model_folder import read_config
-from pipeline.models.folder.text_part import TEXT_ALONE
+from pipeline.models.folder.text_part import TEXT_ALONE, text_is_nested
 from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.layers import global_value, keep_layers
 from pipeline.models.padding import check_padding_id, give_padding_id
@@ -52,6 +53,7 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         assert section.path is not None
         config = read_hf_config(section.path)
         if section.keep_layers is not None:
+            _refuse_whole(section, config.model_type)
             config = keep_layers(config, section.keep_layers)
         _refuse_several_modalities(config, folder=True)
     if config.vocab_size < tokenizer["vocab_size"]:
@@ -62,7 +64,7 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
             why = f"{section.path} has {config.vocab_size} ids, and {why}"
             remedy = "prepare the data with the model's tokenizer: tokenizer.path of the corpus config"
         raise ConfigError(field, section.path or config.vocab_size, why=why, remedy=remedy)
-    check_model_config(_shared_integers(config), sequence_length=sequence_length)
+    check_model_config(_shared_fields(config), sequence_length=sequence_length)
     return config
 
 
@@ -97,9 +99,13 @@ def _text_part(config: PretrainedConfig) -> PretrainedConfig:
         return config
     text = config.get_text_config(decoder=True)
     kind = TEXT_ALONE[config.model_type] or text.model_type
-    fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures")}
+    others = ("model_type", "architectures", *(config.sub_configs if text is config else ()))
+    fields = {key: value for key, value in text.to_dict().items() if key not in others}
     rope = fields.get("rope_parameters") or {}
-    fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    if kind != text.model_type:  # the other architecture has plain rotation
+        fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    if crossed := fields.pop("cross_attention_layers", None):  # Mllama: text passes by the layers that read images
+        fields["num_hidden_layers"] -= len(crossed)
     alone = AutoConfig.for_model(kind, **fields)
     tied = getattr(config, "tie_word_embeddings", None)
     if tied is not None:  # the head belongs to the whole model
@@ -122,6 +128,14 @@ def _without_quantization(config: PretrainedConfig, folder: str | Path) -> Pretr
         raise DataError(f"{folder}: {why}\n  try: the model that it was quantized from")
     del config.quantization_config
     return config
+
+
+def _refuse_whole(section: ModelSection, kind: str) -> None:
+    """Refuses to keep some layers of a decoder whose multimodal model an export writes as a whole."""
+    if section.extra_weights == "keep" and text_is_nested(local_folder(str(section.path)), kind):
+        why = "the rest of the multimodal model in model.path, which an export keeps, fits all its layers"
+        remedy = 'add "extra_weights": "drop": an export is then the decoder alone'
+        raise ConfigError("model.keep_layers", list(section.keep_layers or ()), why=why, remedy=remedy)
 
 
 def _from_section(given: HfFields, tokenizer: HfFields, sequence_length: int) -> PretrainedConfig:
@@ -234,11 +248,15 @@ def one_line(error: Exception) -> str:
     return " ".join(str(cause).split())[:300] or repr(cause)
 
 
-def _shared_integers(config: PretrainedConfig) -> dict[str, Any]:
+def _shared_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the fields that all decoders have, and those that `check_experts` knows, by their common names."""
     keys = (
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("vocab_size", "max_position_embeddings"),
     )
-    shared = {k: global_value(config, k) for k in keys}
+    every = config.to_dict()
+    others = {*EXPERTS, *CHOSEN, *GROUPS, "topk_group", "zero_expert_num", "rope_parameters"}
+    shared = {k: v for k, v in every.items() if k in others or k.endswith("_config")}
+    shared |= {k: global_value(config, k) for k in keys}
     positions = next((name for name in POSITIONS if getattr(config, name, None)), None)
     return {"model_type": config.model_type, **shared, **({positions: getattr(config, positions)} if positions else {})}

@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -46,6 +48,41 @@ class AttentionMask:
     def causal_only(self) -> bool:
         """Whether the mask is the causal mask alone."""
         return self.additive is None and self.blocks is None and self.causal
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A layer whose queries attend to keys of their own chunk of a document (Llama 4), in place of a window.
+
+    Attributes:
+        size: positions of a chunk.
+    """
+
+    size: int
+
+
+Span = int | Chunks | None
+"""Span of a layer: positions of its sliding window, or its chunks; None for full attention."""
+
+
+def split_span(
+    documents: Tensor | None, span: Span, *, length: int, device: torch.device
+) -> tuple[Tensor | None, int | None]:
+    """Returns the documents and the window of a layer; every chunk of a document becomes a document.
+
+    Args:
+        documents: [B, S], document index of every position; None for one document.
+        span: the layer's span.
+        length: S.
+        device: device of the documents.
+    """
+    if not isinstance(span, Chunks):
+        return documents, span
+    if documents is None and span.size >= length:
+        return None, None
+    whole = torch.zeros(1, length, dtype=torch.int32, device=device) if documents is None else documents
+    starts = positions_in_documents(whole) % span.size == 0
+    return starts.cumsum(1, dtype=torch.int32), None
 
 
 CAUSAL = AttentionMask()
@@ -81,6 +118,25 @@ def make_mask(
     if use_blocks:
         return AttentionMask(blocks=_block_mask(documents, window, whole, whole))
     return AttentionMask(additive=_additive(allowed_pairs(documents, window, whole, whole), dtype))
+
+
+def with_blocks(mask: AttentionMask, *, queries: int, keys: int, device: torch.device) -> AttentionMask:
+    """Returns a mask with blocks for FlexAttention instead of none; masks with a tensor unchanged.
+
+    Args:
+        mask: any mask.
+        queries, keys: their numbers, which are equal for the causal mask.
+        device: device of the blocks.
+    """
+    if mask.blocks is not None or mask.additive is not None:
+        return mask
+    return AttentionMask(blocks=_whole_blocks(queries, keys, mask.causal, device))
+
+
+@cache
+def _whole_blocks(queries: int, keys: int, causal: bool, device: torch.device) -> BlockMask:
+    of_keys = torch.arange(keys, device=device)
+    return _block_mask(None, None, of_keys if causal else torch.arange(queries, device=device) + keys, of_keys)
 
 
 def make_decoding_mask(
@@ -149,6 +205,23 @@ def make_part_mask(
     return AttentionMask(additive=_additive(allowed, dtype)) if bool(allowed.any()) else None
 
 
+def make_selected_mask(indices: Tensor, documents: Tensor | None, *, length: int, dtype: torch.dtype) -> AttentionMask:
+    """Makes the mask of a layer whose indexer has selected keys; it is always a tensor.
+
+    Args:
+        indices: [B, Q, selected], indices of the keys that each of the last Q positions selects. Keys that the causal
+            mask and the documents exclude are not attended to.
+        documents: [B, S], document index of every position; None for one document.
+        length: S.
+        dtype: dtype of the queries.
+    """
+    keys = torch.arange(length, device=indices.device)
+    chosen = torch.zeros((*indices.shape[:2], length), dtype=torch.bool, device=indices.device)
+    chosen.scatter_(-1, indices.long(), True)
+    allowed = allowed_pairs(documents, None, keys[length - indices.shape[1] :], keys)
+    return AttentionMask(additive=_additive(allowed & chosen[:, None], dtype))
+
+
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
@@ -162,6 +235,13 @@ def allowed_pairs(documents: Tensor | None, window: int | None, queries: Tensor,
     if documents is None:
         return allowed[None, None]
     return allowed & (documents[:, queries][:, None, :, None] == documents[:, keys][:, None, None, :])
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """Returns every position's distance from the first of its document: [B, S] -> int64 [B, S]."""
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return positions - torch.where(first, positions, 0).cummax(1).values
 
 
 def _block_mask(documents: Tensor | None, window: int | None, queries: Tensor, keys: Tensor) -> BlockMask:
@@ -234,6 +314,7 @@ def _rule(documents: Tensor | None, window: int | None, queries: Tensor, keys: T
     def of_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         assert of_query is not None
         assert of_key is not None
-        return causal(batch, head, query, key) & (of_query[batch, query] == of_key[batch, key])
+        row = batch if len(of_query) > 1 else batch * 0  # chunks of one document are those of every sample
+        return causal(batch, head, query, key) & (of_query[row, query] == of_key[row, key])
 
     return causal if documents is None else of_document

@@ -13,17 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.config.rules.experts import experts_of
+
 BIAS = "e_score_correction_bias"
 """Buffer added to the scores only to choose experts. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
 
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a config for the number of experts."""
-
-
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a model is a mixture of experts, by its Hugging Face config."""
-    return any(isinstance(config.get(name), int) and config[name] > 1 for name in EXPERTS)
+    return experts_of(config)[0] > 1
 
 
 @dataclass(frozen=True)

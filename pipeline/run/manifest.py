@@ -76,6 +76,8 @@ class RunManifest:
             "generation": prepared.generation,
             "tokenizer": tokenizer_details(prepared.mixture.sources[0].manifest),
         }
+        if prepared.extra_weights is not None:  # absent from other checkpoints, and from those older than the key
+            details["extra_weights"] = prepared.extra_weights
         if self.imported is not None:
             details[IMPORTED] = dict(self.imported)
         details |= groups or {}

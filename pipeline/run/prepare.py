@@ -33,9 +33,10 @@ from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models.attention import attention_of
 from pipeline.models.construction.initial_values import InitByName, ParameterValues
 from pipeline.models.construction.meta import build_meta
-from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.folder.beside_weights import read_generation
+from pipeline.models.folder.extra_weights import extra_line
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.layers import original_name
@@ -93,17 +94,30 @@ class PreparedRun:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people that name the tensors of model folders that are not loaded."""
-        teacher = None if self.teacher is None else self.teacher.values
+        """Lines for people that name the tensors of model folders that the model does not use."""
+        values = {"distill.teacher": None if self.teacher is None else self.teacher.values, "model.path": self.values}
         folders = named_folders(self.run.config.model, self.run.config.distill)
-        values = {"model.path": self.values, "distill.teacher": teacher}
-        read = {f: v.left_out for f, v in values.items() if isinstance(v, FromSafetensors) and v.left_out}
-        return [left_out_line(folders[field], names) for field, names in read.items()]
+        left = {f: v.left_out for f, v in values.items() if isinstance(v, FromSafetensors) and v.left_out}
+        fate = {"model.path": _FATES[self.run.config.model.extra_weights]}
+        return [extra_line(folders[f], names, what=fate.get(f, "are not loaded")) for f, names in left.items()]
+
+    @property
+    def extra_weights(self) -> dict[str, Any] | None:
+        """Count and first names of the tensors of `model.path` that the model does not use; None without any."""
+        if not isinstance(self.values, FromSafetensors) or not (left := self.values.left_out):
+            return None
+        return {"tensors": len(left), "first": left[:3], "multimodal": self.values.part is not None}
 
     @property
     def run_dir(self) -> Path:
         """The run's directory."""
         return self.run.config.run.local_dir
+
+
+_FATES = {
+    "keep": "are not trained; an export has them as they were before the training, unless model.extra_weights is drop",
+    "drop": "are dropped (model.extra_weights), and are in no export",
+}
 
 
 def prepare(run: ResolvedRun) -> PreparedRun:

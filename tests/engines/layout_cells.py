@@ -119,10 +119,28 @@ GLM = merged(
     model(model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
     model(first_k_dense_replace=1, n_group=1, topk_group=1),
 )
-GPT_OSS = {
-    "attn_implementation": "eager",
-    **merged(UNTIED, model(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)),
-}
+GPT_OSS = merged(
+    UNTIED,
+    model(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=12),
+)
+STABLELM = model(model_type="stablelm")
+GEMMA2 = model(
+    model_type="gemma2",
+    head_dim=8,
+    query_pre_attn_scalar=8,
+    sliding_window=12,
+    attn_logit_softcapping=0.5,
+    final_logit_softcapping=2.0,
+)
+# stages that are derived: positions are learned or biases, layers have several kinds; heads that scale or cap logits
+_ABSENT = dict.fromkeys(("intermediate_size", "num_key_value_heads"))  # keys that these families do not have
+_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2, OLMOE = (
+    model(model_type="gpt2", **_ABSENT, **_NO_DROPOUT),
+    model(model_type="olmoe", num_experts=4, num_experts_per_tok=2),
+)
+BLOOM = model(model_type="bloom", **_ABSENT)
+COHERE = model(model_type="cohere", logit_scale=0.25, pad_token_id=0)
 
 # at 50 times the default weight, a missing auxiliary loss or one of another scale exceeds the tolerance 100-fold
 AUX_50, AUX_10 = ({"moe": {"balance": "aux_loss", "aux_loss_coef": weight}} for weight in (0.5, 0.1))
@@ -311,6 +329,18 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "qk_clip, ulysses": at(1, ULYSSES, QK_CLIP, cp=2),
         },
     },
+    "kinds of attention": {
+        ("torch", 2): {
+            "sinks, cp 2, ring": at(3, RING, GPT_OSS, cp=2),
+            "adapted, cp 2, ring, full, compiled": at(3, RING, STABLELM, AOT, FULL, tier=CI, cp=2),
+            "soft cap, cp 2, ulysses, compiled, selective": at(2, ULYSSES, GEMMA2, AOT, SELECTIVE, cp=2),
+        },
+        ("deepspeed", 2): {
+            "adapted, stage 3, cp 2, ulysses": at(3, SMALL, ULYSSES, STABLELM, cp=2),
+            "sinks, stage 3, cp 2, ulysses": at(3, SMALL, ULYSSES, GPT_OSS, cp=2),
+            "soft cap, stage 1, cp 2, ring": at(1, RING, GEMMA2, tier=CI, cp=2),
+        },
+    },
     "compiled": {
         ("torch", 2): {
             "selective": at(3, AOT, SELECTIVE, tier=CI),
@@ -327,6 +357,44 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 3, full": at(3, AOT, FULL),
             "stage 1, pp 2": at(1, AOT, pp=2),
         },
+    },
+    "derived stages": {
+        ("torch", 2): {
+            "GPT-2": at(2, GPT2, tier=CI, pp=2),
+            "GPT-2, bf16, interleaved, full": at(2, GPT2, BF16, INTERLEAVED, FULL, pp=2),
+            "GPT-2, zero bubble": at(2, GPT2, ZERO_BUBBLE, pp=2),
+            "OLMoE": at(3, OLMOE, pp=2),
+            "Bloom, stage 3": at(3, BLOOM, pp=2),
+            "Gemma 2, chunked loss": at(2, GEMMA2, CHUNKED, pp=2),
+            "Cohere": at(2, COHERE, Z_LOSS, pp=2),
+            "GPT-2, tp 2": at(3, GPT2, tier=CI, tp=2),
+            "OLMoE, tp 2, full": at(2, OLMOE, FULL, tp=2),
+            "DeepSeek-V3, tp 2": at(3, DEEPSEEK, tp=2),
+            "one key head, tp 2": at(2, model(num_key_value_heads=1), tp=2),
+            "Phi-3, tp 2, Muon": at(2, model(model_type="phi3", pad_token_id=0), MUON, tp=2),
+            "Cohere, tp 2, chunked loss": at(3, COHERE, CHUNKED, tp=2),
+        },
+        ("deepspeed", 2): {
+            "GPT-2": at(1, GPT2, pp=2),
+            "GPT-2, bf16": at(1, GPT2, BF16, pp=2),
+            "OLMoE": at(0, OLMOE, pp=2),
+            "Bloom": at(1, BLOOM, pp=2),
+            "Gemma 2": at(1, GEMMA2, tier=CI, pp=2),
+            "Cohere, chunked loss": at(1, COHERE, CHUNKED, pp=2),
+            "Cohere, tp 2": at(3, COHERE, tp=2),
+            "GPT-2, tp 2": at(1, GPT2, tp=2),
+            "OLMoE, tp 2": at(3, OLMOE, tp=2),
+            "DeepSeek-V3, tp 2": at(1, DEEPSEEK, tp=2),
+        },
+    },
+    "derived stages and shards": {
+        ("torch", 2): {"GPT-2, tp 2, compiled": at(2, AOT, GPT2, tp=2)},
+        ("torch", 4): {
+            "GPT-2, pp 2 x tp 2": at(2, GPT2, pp=2, tp=2),
+            "GPT-2, tp 2 x cp 2, ring": at(3, RING, GPT2, tp=2, cp=2),
+            "DeepSeek-V3, tp 2 x ep 2": at(2, DEEPSEEK, tp=2, ep=2),
+        },
+        ("deepspeed", 4): {"GPT-2, pp 2 x tp 2": at(1, GPT2, pp=2, tp=2)},
     },
     "fp8": {  # every recipe and every kind of layout in CI
         ("torch", 2): {

@@ -107,6 +107,7 @@ class Curve:
 
 
 def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
+    sizes = {key: value for key, value in {**MODEL, **case.get("model", {})}.items() if value is not None}
     config = {
         "engine": "reference" if processes == 1 else "torch",
         "data": {"sources": [{"path": "none"}], "sequence_length": LENGTH},
@@ -116,7 +117,7 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
         "run": {"dir": "none", "steps": 20},
         **{key: value for key, value in case.items() if key != "attn_implementation"},
         "model": {
-            "config": {**MODEL, **case.get("model", {})},
+            "config": sizes,
             "attn_implementation": case.get("attn_implementation", "sdpa"),
         },
     }

@@ -71,6 +71,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", **_COMMON},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **_NO_DROPOUT},
     "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, **_EXPERTS},
+    "gemma2": {
+        "model_type": "gemma2",
+        **_COMMON,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "pad_token_id": 0,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_COMMON,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "layer_types": _LOCAL_GLOBAL,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **_EXPERTS,
+    },
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         **_COMMON,
@@ -107,9 +127,74 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_OLD = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **_NO_DROPOUT}
+_BLOOM = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
+_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "ffn_hidden_size": 48, **_BLOOM}
+ADAPTED: dict[str, dict[str, Any]] = {
+    "bloom": {"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 3, **_BLOOM},
+    "codegen": {"model_type": "codegen", **_OLD, "rotary_dim": 4},
+    "deepseek_v32": {
+        **CONFIGS["deepseek_v3"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 5,
+        "num_local_experts": 4,
+        "pad_token_id": 0,
+    },
+    "falcon": {"model_type": "falcon", **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_alibi": {"model_type": "falcon", **_FALCON, "alibi": True},
+    "gpt_neo": {
+        "model_type": "gpt_neo",
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_layers": 4,
+        "max_position_embeddings": 64,
+        "window_size": 7,
+        "attention_types": [[["global", "local"], 2]],
+        **dict.fromkeys(("attention_dropout", "resid_dropout", "embed_dropout"), 0.0),
+    },
+    "gpt_neox_japanese": {
+        "model_type": "gpt_neox_japanese",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "intermediate_multiple_size": 2,
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+    },
+    "gptj": {"model_type": "gptj", **_OLD, "rotary_dim": 4},
+    "llama4_text": {
+        "model_type": "llama4_text",
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": 7,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "pad_token_id": 0,
+    },
+    "mpt": {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
+    "nemotron": {"model_type": "nemotron", **_COMMON},
+    "openai-gpt": {"model_type": "openai-gpt", **_OLD},
+    "stablelm": {"model_type": "stablelm", **_COMMON},
+    "xglm": {
+        "model_type": "xglm",
+        "d_model": 32,
+        "attention_heads": 4,
+        "num_layers": 3,
+        "ffn_dim": 48,
+        "max_position_embeddings": 64,
+        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0),
+    },
+}
+"""Architectures to which our attention is adapted."""
+
 
 def config_of(name: str, **fields: Any) -> PretrainedConfig:
-    given = {"vocab_size": V, **CONFIGS[name], **fields}
+    given = {"vocab_size": V, **(CONFIGS | ADAPTED)[name], **fields}
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import GPTJConfig, LlamaConfig
 from foundation.errors import ConfigError
 from pipeline.engines.objective import CrossEntropy
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.construction import meta
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.flash_attention import check_flash_attention, unfit
 from pipeline.models.sdpa_order import ordered_sdpa, sdpa_order
@@ -22,7 +24,7 @@ from tests.models.architectures import T, assert_same, batch_of, gradients, plai
 from tests.support import output_of
 
 ALL = ["llama", "llama_one_kv_head", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
-ALL += ["phi3_longrope", "phimoe"]
+ALL += ["phi3_longrope", "phimoe", "gemma2"]
 BORDERS = ((4, 5, 11, 20), (9,))
 FP32 = 1e-5
 HEADS = 4
@@ -46,8 +48,8 @@ def test_our_attention_equals_hugging_faces(name: str, theirs: str) -> None:
         assert_same(gradients(ours), gradients(own), tolerance=GRADIENT)
 
 
-@pytest.mark.parametrize("attention", ["headrace", "sdpa"])
-@pytest.mark.parametrize("name", ALL)
+# transformers' own GPT-OSS makes no document masks
+@pytest.mark.parametrize(("name", "attention"), [*product(ALL, ["headrace", "sdpa"]), ("gpt_oss", "headrace")])
 def test_packed_documents_equal_separate_documents(name: str, attention: str) -> None:
     packed = batch_of(borders=BORDERS)
     decoder = plain_decoder(name, attention=attention)
@@ -121,8 +123,9 @@ def test_fp32_is_refused() -> None:
         check_layout(run.config.model_copy(update={"model": section}), run.topology)
 
 
-def test_our_own_attention_is_called_as_the_config_calls_it() -> None:
+def test_our_own_attention_is_called_as_the_config_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without transformers' interface of attentions: the value that is refused is the one that was given."""
+    monkeypatch.setattr(meta, "is_adapted", lambda _: False)
     with pytest.raises(ConfigError) as refused:
         build_meta(
             GPTJConfig(n_embd=32, n_layer=1, n_head=2, rotary_dim=8),

@@ -24,7 +24,7 @@ from transformers import (
 
 from foundation.errors import ConfigError, DataError
 from pipeline.models.construction.meta import build_meta
-from pipeline.models.construction.stored_values import FromSafetensors, left_out_line
+from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.weight_files import INDEX, SINGLE
@@ -267,22 +267,6 @@ def test_a_prefix_of_a_wrapper_is_named_and_the_printed_command_takes_it_away(
 
 def load_file_of(folder: Path) -> set[str]:
     return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
-
-
-def test_tensors_that_transformers_ignores_are_named_by_every_loader(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experts = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
-    folder = save(tmp_path / "model", AutoConfig.for_model("ernie4_5_moe", **SIZES, **experts))
-    tensors = load_file(folder / SINGLE)
-    save_file({**tensors, "mtp.norm.weight": torch.ones(3)}, folder / SINGLE, metadata={"format": "pt"})
-    line = f"{folder}: 1 tensors that transformers ignores for this architecture are not loaded"
-    assert left_out_line(folder, values(folder).left_out).startswith(line)
-    capsys.readouterr()
-    load_model(folder)
-    said = capsys.readouterr().err
-    assert said.count(line) == 1
-    assert said.endswith(": mtp.norm.weight\n")
 
 
 def test_a_missing_head_is_never_drawn_at_random_by_a_remedy(tmp_path: Path) -> None:

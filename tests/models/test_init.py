@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -10,14 +13,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from pipeline.models.construction import counter
+from pipeline.models.construction.buffers import computed_buffers
 from pipeline.models.construction.initial_values import InitByName, Zeros
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta, parameter_shapes
 from pipeline.models.construction.recorded_init import Fill, recorded_fills
 from pipeline.models.construction.rectangle import Rectangle
+from tests.sweeps.families import families, tiny_fields
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -72,23 +77,7 @@ def test_values_depend_on_the_seed_and_the_name_and_not_on_the_number_of_layers(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_initialization_is_the_architectures_own(family: str) -> None:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    torch.manual_seed(0)
-    theirs = dict(AutoModelForCausalLM.from_config(meta(family).config).named_parameters())
-    for name, ours in real(family).named_parameters():
-        spread = theirs[name].std().item()
-        # the standard error of a standard deviation of n values is 1 / sqrt(2 n); five of them, on both sides
-        slack = 10 / (2 * ours.numel()) ** 0.5
-        assert ours.std().item() == pytest.approx(spread, rel=slack, abs=1e-9), name
-        assert ours.mean().item() == pytest.approx(theirs[name].mean().item(), abs=max(1e-9, spread * slack)), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_materialized_model_computes_the_same_logits_as_one_built_without_meta(family: str) -> None:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
     ours = real(family).eval()
     theirs = AutoModelForCausalLM.from_config(ours.config, attn_implementation="sdpa").eval()
     theirs.load_state_dict(ours.state_dict())
@@ -185,3 +174,69 @@ def test_parameters_are_materialized_one_at_a_time() -> None:
 
     materialize(model, InitByName(model, seed=1), device=torch.device("cpu"), make=make)
     assert alive == [0] * len(list(model.parameters()))
+
+
+def samples(config: PretrainedConfig, *, ours: bool) -> dict[str, torch.Tensor]:
+    """Initial values by kind (names without layer numbers) over four models, of transformers or by `InitByName`."""
+    found: dict[str, list[torch.Tensor]] = {}
+    model: Any = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    for seed in range(4):
+        if ours:
+            initial = InitByName(model, seed=seed)
+            state = {name: initial.value(name) for name, _ in model.named_parameters()}
+            state |= computed_buffers(model, initial)
+        else:
+            torch.manual_seed(100 + seed)
+            state = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).state_dict()
+        tied = model.all_tied_weights_keys
+        for name, value in {tied.get(name, name): value for name, value in state.items()}.items():
+            found.setdefault(re.sub(r"\d+", "*", name), []).append(value.detach().double().flatten())
+    return {kind: torch.cat(values) for kind, values in found.items()}
+
+
+def wrong_kinds(config: PretrainedConfig, *, theirs: PretrainedConfig | None = None) -> set[str]:
+    """Kinds of parameters and buffers of another distribution: Kolmogorov-Smirnov, of the same one p < 2e-5."""
+    expected, found = samples(theirs or config, ours=False), samples(config, ours=True)
+    assert expected.keys() == found.keys()
+    wrong = set()
+    for kind, values in expected.items():
+        pair, both = (values, found[kind]), torch.cat([values, found[kind]])
+        one, other = (torch.searchsorted(each.sort()[0], both, right=True) / len(each) for each in pair)
+        if not float((one - other).abs().max()) <= 2.4 * (2 / len(values)) ** 0.5:
+            wrong.add(kind)
+    return wrong
+
+
+def family_config(kind: str) -> PretrainedConfig:
+    known = inspect.signature(CONFIG_MAPPING[kind].__init__).parameters
+    outside = "pad_token_id" in known and (known["pad_token_id"].default or 0) >= 512
+    return AutoConfig.for_model(**tiny_fields(kind), **({"pad_token_id": 0} if outside else {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma", "qwen3_moe", "mamba2", "rwkv", "qwen3_5_text"])
+def test_every_kind_of_parameter_is_distributed_as_transformers_draws_it(kind: str) -> None:
+    assert wrong_kinds(family_config(kind)) == set()
+
+
+def test_another_distribution_is_found() -> None:
+    config, wider = family_config("llama"), family_config("llama")
+    wider.initializer_range = 1.1 * config.initializer_range
+    assert len(wrong_kinds(config, theirs=wider)) == 9  # embedding, head, and the seven matrices of a layer
+
+
+@pytest.mark.sweep
+def test_of_all_families_every_kind_of_parameter_is_distributed_as_transformers_draws_it() -> None:
+    wrong, compared = {}, 0
+    for kind in families():
+        try:
+            config = family_config(kind)
+            model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+        except Exception:  # no causal language model without other packages, or another model's assistant
+            continue
+        if sum(each.numel() for each in model.parameters()) > 3_000_000:  # multimodal: without a tiny config
+            continue
+        compared += 1
+        if found := wrong_kinds(config):
+            wrong[kind] = found
+    assert wrong == {}
+    assert compared >= 150

@@ -22,7 +22,18 @@ from pipeline.models.attention import (
     attention_windows,
     make_context,
 )
-from pipeline.models.masks import BLOCK, CAUSAL, FULL, AttentionMask, allowed_pairs, make_mask, make_part_mask
+from pipeline.models.attention_scores import ScoreRule
+from pipeline.models.masks import (
+    BLOCK,
+    CAUSAL,
+    FULL,
+    AttentionMask,
+    Chunks,
+    allowed_pairs,
+    make_mask,
+    make_part_mask,
+    split_span,
+)
 from tests.models.architectures import config_of
 
 CPU = torch.device("cpu")
@@ -152,11 +163,11 @@ def test_flex_attention_is_compiled_for_every_length_and_mode_and_never_runs_unc
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     _compiled_flex_attention.cache_clear()
 
-    def run(length: int, window: int, *, gradients: bool) -> None:
+    def run(length: int, window: int, *, gradients: bool, rule: ScoreRule | None = None) -> None:
         mask = make_mask(None, window, length=length, dtype=torch.float32, device=CPU, blocks=True)
         query, key, value = (torch.randn(1, 2, length, 16, requires_grad=gradients) for _ in range(3))
         with torch.set_grad_enabled(gradients):
-            attend(query, key, value, scale=1.0, mask=mask)
+            attend(query, key, value, scale=1.0, mask=mask, rule=rule)
 
     # dynamo's limit is 8; ring attention over documents with two kinds of windows needs 12
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -165,6 +176,9 @@ def test_flex_attention_is_compiled_for_every_length_and_mode_and_never_runs_unc
         assert len(graphs) == 4
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             run(160, 50, gradients=False)
+    for _step in range(3):  # a rule's function is new in each forward pass: one graph, with the bias as an input
+        run(192, 100, gradients=True, rule=ScoreRule(softcap=2.0, bias=torch.randn(1, 2, 192)))
+    assert len(graphs) == 5
     _compiled_flex_attention.cache_clear()
 
 
@@ -183,6 +197,24 @@ def test_flex_attention_has_the_output_of_the_dense_mask(window: int | None, len
     found = flex_attention(query, key, value, block_mask=flex.blocks, scale=0.25, enable_gqa=True)
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [None, documents_of([[5, 19], [24]], 24)], ids=["one-document", "documents"])
+def test_chunks_begin_anew_in_every_document(documents: Tensor | None) -> None:
+    split, window = split_span(documents, Chunks(7), length=24, device=CPU)
+    masks = [
+        make_mask(split, window, length=24, dtype=torch.float32, device=CPU, blocks=each) for each in (False, True)
+    ]
+    query, key, value = (torch.randn(2, 2, 24, 8) for _ in range(3))
+    expected = attend(query, key, value, scale=0.4, mask=masks[0])
+    torch.testing.assert_close(flex_attention(query, key, value, scale=0.4, block_mask=masks[1].blocks), expected)
+    assert masks[0].additive is not None
+    for sample, allowed in enumerate((masks[0].additive == 0).expand(2, 1, 24, 24)[:, 0]):
+        begins = [0, 7, 14, 21] if documents is None or sample == 1 else [0, 5, 12, 19]
+        chunk = [max(b for b in begins if b <= at) for at in range(24)]
+        assert allowed.tolist() == [[k <= q and chunk[k] == chunk[q] for k in range(24)] for q in range(24)]
+    assert split_span(None, Chunks(24), length=24, device=CPU) == (None, None)
+    assert split_span(None, 5, length=24, device=CPU) == (None, 5)
 
 
 def test_masks_are_made_once_for_the_windows_of_the_layers() -> None:

@@ -25,6 +25,7 @@ from pipeline.models.count import measure
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
 from pipeline.models.layers import attention_widths, keep_layers, original_name
 from pipeline.models.padding import check_padded_positions
+from pipeline.models.routers import has_experts
 from pipeline.run.prepare import described
 
 TOKENIZER: dict[str, Any] = {"vocab_size": 300, "bos_id": None, "eos_id": 0, "pad_id": None}
@@ -370,3 +371,17 @@ def test_the_flops_of_a_mixture_of_experts_count_the_experts_that_a_token_goes_t
     assert size.parameters == 2 * 256 * 64 + 2 * (layer + norms + 8 * expert) + 64
     assert size.active == size.parameters - 2 * 6 * expert
     assert size.flops_per_token == 6 * (size.active - 256 * 64) + 12 * 2 * 64 * 128
+
+
+def test_sizes_that_transformers_leaves_at_their_defaults_have_to_fit_too() -> None:
+    with pytest.raises(ConfigError, match=r"model.config.num_experts_per_tok = 8\n"):
+        resolve({"config": {"model_type": "deepseek_v3", "n_routed_experts": 4}})
+    inside = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 1}
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4}
+    sizes: dict[str, Any] = {"model_type": "dbrx", "d_model": 32, "n_heads": 4, "n_layers": 2, "ffn_config": inside}
+    with pytest.raises(ConfigError, match="use 2"):
+        resolve({"config": {**sizes, "attn_config": {**attention, "kv_n_heads": 3}}})
+    config = resolve({"config": {**sizes, "attn_config": attention}})
+    size = measure(build_meta(config, dtype=torch.float32, attn_implementation="eager"), config, sequence_length=8)
+    assert size.parameters - size.active == 3 * 2 * 3 * 32 * 32  # three of four experts, in two layers
+    assert has_experts(config.to_dict())

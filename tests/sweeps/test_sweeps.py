@@ -65,10 +65,10 @@ def test_a_sweep_that_was_stopped_runs_the_cells_that_are_left(tmp_path: Path, m
 
 KINDS = {
     "ministral3": "sdpa",  # attention of our own
-    "gpt_oss": "eager",  # attention sinks: eager
+    "gpt_oss": "sdpa",  # attention sinks
     "mamba2": "sdpa",  # no attention heads, an infinity in its config
     "deepseek_v3": "sdpa",  # a router's bias, which is a persistent buffer
-    "afmoe": "eager",  # a frozen parameter
+    "afmoe": "sdpa",  # a frozen parameter
     "zamba": "sdpa",  # parameters that layers share
     "dbrx": "sdpa",  # modules that run depending on the data, which ZeRO-3 must gather at once
 }

@@ -29,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "JSON or YAML file of facts (license, provider, ...): headrace schema card"
     parser.add_argument("--facts", metavar="FILE", type=LOCAL, help=text)
+    text = (
+        "folder of the starting model's tensors that were not trained, if it has moved, or drop (model.extra_weights)"
+    )
+    parser.add_argument("--extra-weights", metavar="FOLDER", type=FOLDER, help=text)
     parser.add_argument("--replace", action="store_true", help="replace OUT when it exists")
 
 
@@ -56,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=dtypes[arguments.dtype],
             tokenizer=tokenizer,
             facts=facts,
+            extra=arguments.extra_weights,
             replace=arguments.replace,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -64,16 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
         f"{out}: {details['parameters']:,} parameters, {details['dtype']}, step {details['step']};"
         f" largest logit difference to the trained model {details['largest_logit_difference']:.2g}"
     )
+    if "extra_weights" in details:
+        found = details["extra_weights"]
+        print(f"{found['tensors']} tensors as they were before the training: {', '.join(found['first'])}")
     print(f"tokenizer: {Conversion(**_named(details['tokenizer'])).text}; model card: {out / 'README.md'}")
     return 0
 
 
 def _write_state(arguments: argparse.Namespace, out: Path) -> int:
     """Writes weights and optimizer states for another trainer."""
-    for name in ("dtype", "tokenizer", "facts"):
+    for name in ("dtype", "tokenizer", "facts", "extra_weights"):
         if getattr(arguments, name) is not None:
             why = f"--format {arguments.format} writes the state as it is trained, in fp32"
-            raise ConfigError(f"--{name}", getattr(arguments, name), why=why, remedy="leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')}", getattr(arguments, name), why=why, remedy="leave it out")
     from rich.progress import DownloadColumn, Progress  # noqa: PLC0415
 
     from pipeline.checkpoint.export.dcp_folder import write_dcp  # noqa: PLC0415  with torch: seconds of import
@@ -97,6 +105,8 @@ def _write_state(arguments: argparse.Namespace, out: Path) -> int:
             details={"step": state.step, "samples": state.samples},
             replace=arguments.replace,
         )
+    if (extra := checkpoint.manifest.details.get("extra_weights")) is not None:
+        print(f"not in it: {extra['tensors']} tensors of the starting model ({', '.join(extra['first'])})")
     print(f"{out}: {arguments.format}, {len(state.names)} weights with exp_avg and exp_avg_sq, step {state.step:,},")
     print(f"  {manifest.bytes / 1e9:,.3f} GB; not in it: the position in the data ({state.samples:,} samples)")
     return 0

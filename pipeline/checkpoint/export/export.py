@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.tokenizer.fingerprint import tokenizer_fingerprint
@@ -25,6 +25,7 @@ from foundation.remote_directory import manifest_of
 from foundation.remote_folder import local_tokens
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
+from pipeline.checkpoint.export.extras import class_of, kept_extras, placeholders, write_counts
 from pipeline.checkpoint.export.heldout import heldout_figures
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.export.trained_model import (
@@ -64,6 +65,7 @@ def export(
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
     facts: CardFacts | None = None,
+    extra: str | None = None,
     replace: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Manifest:
@@ -75,12 +77,14 @@ def export(
         dtype: dtype of the written weights; None for the training dtype.
         tokenizer: tokenizer folder; None for the tokenizer of the run's first dataset.
         facts: facts that a person has written down for the model card and the training content summary, or None.
+        extra: folder with the tensors of the starting model that were not trained, or "drop"; None for `model.path`.
         replace: whether to replace an existing folder.
         progress: called with (tensors written, total tensors).
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the exported model's logits differ from the trained one's.
-        DataError: the folder exists, or the tokenizer is not found.
+        DataError: the folder exists, the tokenizer is not found, or the starting model's folder is gone or has changed
+            and has tensors that the export keeps.
     """
     manifest = checkpoint.manifest
     damage = find_damage(checkpoint)
@@ -102,10 +106,16 @@ def export(
     weights = CheckpointWeights(checkpoint.path)
     model = trained_model(manifest, dtype=dtype)
     _check_shapes(weights.shapes, parameter_shapes(model), checkpoint)
+    kept = kept_extras(manifest, model, dtype=dtype, given=extra)
     with staged(out) as staging:
         buffers = computed_buffers(model, weights)
-        write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress)
-        _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
+        how: dict[str, Any] = {"extra": kept, "placed": kept.placed}
+        write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress, **how)
+        if kept.multimodal is None:
+            _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
+            write_counts(config, staging, kept=bool(kept.names))
+        else:
+            kept.copy_beside(staging, dtype=dtype)
         _write_generation(config, manifest, staging)
         copy_tokenizer(tokenizer, staging)
         details = {
@@ -114,6 +124,7 @@ def export(
             "parameters": sum(shape.numel() for shape in weights.shapes.values()),
             LINEAGE: lineage,
             **heldout_figures(checkpoint),
+            **({"extra_weights": {"tensors": len(kept.names), "first": kept.names[:3]}} if kept.names else {}),
             **({} if facts is None else {FACTS: facts.model_dump(exclude_defaults=True)}),
             "tokenizer": _converted(tokenizer),
             "largest_logit_difference": _check_logits(
@@ -202,7 +213,7 @@ def _check_logits(
     """
     disable_progress_bar()
     load_tokenizer(folder)
-    ids, exported = _logits_of_folder(folder, attention)
+    ids, exported = _logits_of_folder(folder, attention, model)
     gc.collect()  # a model with a cycle of references would otherwise stay in memory
     materialize(model, weights, device=torch.device("cpu"))
     trained = model.eval()(input_ids=ids, use_cache=False).logits.float()
@@ -215,11 +226,12 @@ def _check_logits(
     return difference
 
 
-def _logits_of_folder(folder: Path, attention: str) -> tuple[Tensor, Tensor]:
+def _logits_of_folder(folder: Path, attention: str, model: Any) -> tuple[Tensor, Tensor]:
     """Returns token ids [1, T] and the logits for them, fp32 [1, T, V], of the model in a folder."""
     options = {"local_files_only": True, "attn_implementation": attention}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-    vocabulary = loaded.config.vocab_size
-    length = min(64, longest_sequence(loaded) or 64, vocabulary)
-    ids = torch.from_numpy(permute(range(length), size=vocabulary, key=0))[None]
+    loaded: Any = class_of(folder).from_pretrained(folder, **options)
+    vocabulary = model.config.vocab_size
+    every = torch.from_numpy(permute(range(min(128, vocabulary)), size=vocabulary, key=0))
+    ids = every[~torch.isin(every, torch.tensor(sorted(placeholders(folder)), dtype=every.dtype))]
+    ids = ids[None, : min(64, longest_sequence(model) or 64)]
     return ids, loaded.eval()(input_ids=ids, use_cache=False).logits.float()

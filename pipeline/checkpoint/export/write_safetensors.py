@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.models.construction.stored_names import groups_of_model
-from pipeline.models.folder.weight_files import INDEX, SINGLE
+from pipeline.models.folder.weight_files import INDEX, SINGLE, stored_tensors
 
 SHARD_BYTES = 4 << 30
 """Largest safetensors file in bytes, for file systems and tools that are limited to 4 GiB."""
@@ -28,6 +29,8 @@ def write_weights(
     *,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
+    extra: Iterable[tuple[str, Tensor]] = (),
+    placed: Callable[[str, Tensor], tuple[str, Tensor]] = lambda name, tensor: (name, tensor),
 ) -> None:
     """Writes the weights in `dtype`, and the persistent buffers in their own dtypes.
 
@@ -40,9 +43,20 @@ def write_weights(
         folder: folder for the files and, if there are several, their index.
         dtype: dtype of the written weights.
         progress: function called with (weights written, total weights).
+        extra: (name in the files, tensor) of tensors that are no part of the model, written behind its weights.
+        placed: function from a name in the model's own folder, and the tensor, to what is written.
     """
     written = _Files(folder)
-    for name, tensor in _stored(model, weights, buffers, dtype, progress):
+    own = (placed(*each) for each in _stored(model, weights, buffers, dtype, progress))
+    for name, tensor in chain(own, extra):
+        written.add(name, tensor)
+    written.close()
+
+
+def append_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Adds tensors, at least one, to the safetensors files of a folder in new files, and writes the index anew."""
+    written = _Files.of(folder)
+    for name, tensor in tensors:
         written.add(name, tensor)
     written.close()
 
@@ -73,6 +87,19 @@ class _Files:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
         self._names: list[list[str]] = []
+
+    @classmethod
+    def of(cls, folder: Path) -> _Files:
+        """Opens a folder with files of its own, to add more to it."""
+        found, names = cls(folder), dict[Path, list[str]]()
+        for name, info in stored_tensors(folder).items():
+            names.setdefault(info.file, []).append(name)
+            found._total_bytes += info.bytes
+        for file in sorted(names):
+            found._names.append(names[file])
+            file.rename(found._part(len(found._names)))
+        (folder / INDEX).unlink(missing_ok=True)
+        return found
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:

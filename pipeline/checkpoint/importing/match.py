@@ -13,8 +13,8 @@ from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel
 from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.models.construction.extra_tensors import COMPUTED
 from pipeline.models.construction.stored_names import TensorGroup, groups_of_files
-from pipeline.models.construction.stored_values import COMPUTED
 
 _SHOWN = 8
 _COMPUTED_WITH = (

@@ -80,7 +80,6 @@ class Architecture:
         unit_offset: whether a norm's weight is stored less 1 (Gemma).
         scaled_embedding: whether embeddings are multiplied by the root of hidden_size (Gemma).
         tensor_parallel: whether importance can be gathered with tensor parallelism.
-        soft_cap: whether attention caps its scores, which headrace's own attention does not.
         heads_of_hidden: whether a head always has hidden_size / heads features: heads and hidden size are cut together.
         norm_eps: config key of the norms' epsilon.
         transposed: whether matrices are stored as [inputs, outputs].
@@ -91,7 +90,6 @@ class Architecture:
     unit_offset: bool = False
     scaled_embedding: bool = False
     tensor_parallel: bool = True
-    soft_cap: bool = False
     heads_of_hidden: bool = False
     norm_eps: str = "rms_norm_eps"
     transposed: bool = False
@@ -112,7 +110,7 @@ _GEMMA: dict[str, Any] = {"unit_offset": True, "scaled_embedding": True}
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _dense()),
     "gemma": _dense(**_GEMMA),
-    "gemma2": _dense(**_GEMMA, tensor_parallel=False, soft_cap=True),
+    "gemma2": _dense(**_GEMMA, tensor_parallel=False),
     "mixtral": Architecture(
         {**_ATTENTION, **_MIXTRAL},
         {**{axis: axis for axis in (HIDDEN, FFN, GROUPS, LAYERS)}, EXPERTS: "num_local_experts"},

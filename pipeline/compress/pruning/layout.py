@@ -43,7 +43,7 @@ def layout_of(
         return None
     _check_architecture(config, architecture)
     try:
-        run = resolve(_training_config(config, source, architecture, world_size), world_size=world_size)
+        run = resolve(_training_config(config, source, world_size), world_size=world_size)
         heads = (
             {"num_attention_heads": source.config[architecture.keys[GROUPS]]} if architecture.heads_of_hidden else {}
         )
@@ -74,20 +74,15 @@ def _check_architecture(config: PruneConfig, architecture: Architecture) -> None
     if how.tp > 1 and not architecture.tensor_parallel:
         why = "this architecture cannot be pruned with tensor parallelism"
         raise ConfigError("importance.tp", how.tp, why=why, remedy="use importance.zero_stage 3")
-    if architecture.soft_cap and (how.cp > 1 or config.data.mask_documents):
-        field, value = ("importance.cp", how.cp) if how.cp > 1 else ("importance.zero_stage", how.zero_stage)
-        what = "context parallelism" if how.cp > 1 else "sharding with data.mask_documents"
-        why = f"this architecture caps attention scores, and headrace's attention, which {what} needs, does not"
-        raise ConfigError(field, value, why=why, remedy=f"use {field} {1 if how.cp > 1 else 0}")
 
 
-def _training_config(config: PruneConfig, source: ModelFolder, architecture: Architecture, world_size: int) -> Config:
+def _training_config(config: PruneConfig, source: ModelFolder, world_size: int) -> Config:
     how, data = config.importance, config.data
     groups = world_size // (how.pp * how.cp * how.tp)
     # a schedule needs at least as many micro-batches as stages; evaluations need none
     raw: ConfigTree = {
         "engine": how.engine,
-        "model": {"path": str(source.path), "attn_implementation": "eager" if architecture.soft_cap else "sdpa"},
+        "model": {"path": str(source.path), "attn_implementation": "sdpa"},
         "data": {"sources": [{"path": data.path}], "sequence_length": data.sequence_length},
         "train_micro_batch_size_per_gpu": data.batch_size,
         "train_batch_size": data.batch_size * groups * how.pp,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.engines.parallel.stages import PassThrough
+from pipeline.engines.parallel.stages import Absent
 from pipeline.models.decoder_layers import decoder_layers
 
 _FFN, _HEADS = ("mlp.down_proj", "mlp.c_proj"), ("self_attn.o_proj", "attn.c_proj")
@@ -59,7 +59,7 @@ class Observer:
         """Hooks all modules whose values are summed, until the block ends."""
         handles = []
         for name, module in model.named_modules():
-            if _NORM.match(name) and not isinstance(module, PassThrough):
+            if _NORM.match(name) and not isinstance(module, Absent):
                 handles.append(module.register_forward_hook(self._norm_hook(name, centred=_is_layer_norm(module))))
         for number, layer in decoder_layers(model).items():
             handles.append(layer.register_forward_hook(self._influence_hook(number), with_kwargs=True))

@@ -80,6 +80,10 @@ def prepare(config: PruneConfig, *, world_size: int = 1) -> PruningPlan:
     if source.quantized_by is not None:
         why = f"it is quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="prune the floating-point model, then quantize")
+    if source.extra:
+        why = f"it has {len(source.extra)} tensors of layers that predict more tokens ({next(iter(source.extra))}, ...)"
+        remedy = "set num_nextn_predict_layers (or mtp_num_hidden_layers) to 0 in config.json and remove these tensors"
+        raise ConfigError("model", config.model, why=f"{why}, which pruning does not cut", remedy=remedy)
     anatomy = anatomy_of(source)
     shape, choices = _target(config, source, anatomy)
     config = config.model_copy(update={"data": as_trained(config.data, source.path)})

@@ -127,7 +127,7 @@ def _folder_units(
     kept = source.fp32_beside
     untouched = {name: info for name, info in source.tensors.items() if name.rpartition(".")[0] not in layers}
     fixed = sum(prod(info.shape) * (4 if name in kept else size) for name, info in untouched.items()) + 4096
-    fixed += sum(_ENTRY_BYTES + len(name) for name in source.tensors)
+    fixed += sum(_ENTRY_BYTES + len(name) for name in source.every) + sum(info.bytes for info in source.extra.values())
     fixed += sum(3 * (_ENTRY_BYTES + len(name)) for name in layers)
     for name, scheme in given.items():
         fixed += LayerScheme(scheme, SCHEMES[scheme].group).stored_bytes(layers[name], scale_bytes=size)

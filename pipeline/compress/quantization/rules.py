@@ -23,6 +23,7 @@ from pipeline.evaluation.consumers.consumer import ConsumerPlan, plan_consumers
 from pipeline.evaluation.consumers.description import FOLDER, GGUF, ModelDescription, architecture, head_size
 from pipeline.evaluation.heldout.data import as_trained, open_heldout
 from pipeline.models.folder.model_folder import ModelFolder
+from pipeline.models.folder.text_part import only_decoder_loads
 from pipeline.models.gguf.plan import GgufPlan, plan_file
 from pipeline.models.router_names import is_router
 
@@ -90,6 +91,10 @@ def prepare(config: QuantizeConfig, *, folder: Path | None = None) -> Quantizati
     if source.quantized_by is not None:
         why = f"it is already quantized, by {source.quantized_by}"
         raise ConfigError("model", config.model, why=why, remedy="name the floating-point model it was made from")
+    if only_decoder_loads(source.config):
+        why = f"it is a multimodal model ({source.config['model_type']}), and only a decoder alone is quantized"
+        remedy = "name the run that trained it, or its export with --extra-weights drop"
+        raise ConfigError("model", config.model, why=why, remedy=remedy)
     gguf = _plan_gguf(config, source) if config.gguf else None
     layers = {} if config.gguf else _plan_layers(config, source)
     budget = plan_budget(config, source, layers, gguf)

@@ -15,6 +15,7 @@ from rich.progress import Progress, track
 from foundation.directory import Details, Manifest, Parents, parent_entry, read_manifest, staged
 from foundation.errors import DataError
 from foundation.remote_output import published, upload_left
+from pipeline.checkpoint.export.write_safetensors import append_tensors
 from pipeline.compress.quantization.importance_matrix import Importance, measure_importance
 from pipeline.compress.quantization.mixed import decide, sensitivity_rows
 from pipeline.compress.quantization.report import details, mixed_table, sizes, step_numbers, table
@@ -30,7 +31,9 @@ from pipeline.models.card.card import commit_with_card
 from pipeline.models.card.facts import recorded_facts
 from pipeline.models.card.lineage import KEY as LINEAGE
 from pipeline.models.card.lineage import lineage_of, with_step
+from pipeline.models.construction.extra_tensors import stored_extras
 from pipeline.models.folder.beside_weights import copy_generation
+from pipeline.models.folder.extra_weights import extra_line
 from pipeline.models.folder.loading import empty_model, load_model, pick_device
 from pipeline.models.gguf.write import check, write
 from pipeline.models.tokenizer_files import copy_tokenizer
@@ -94,6 +97,8 @@ def _quantize_beside(plan: QuantizationPlan, sample: GateSample, original: Origi
         recorded["model_type"] = plan.source.config.get("model_type")
         recorded[LINEAGE] = with_step(lineage_of(plan.source.path), "quantization", step_numbers(recorded))
         recorded |= recorded_facts(plan.source.path)
+        if plan.source.extra and plan.gguf is None:
+            recorded["extra_weights"] = {"tensors": len(plan.source.extra), "first": [*plan.source.extra][:3]}
         config = plan.config.model_dump()
         return commit_with_card(staging, plan.output, config=config, parents=_parents(plan), details=recorded)
 
@@ -127,6 +132,9 @@ def _score(
 def _write_gguf(plan: QuantizationPlan, staging: Path) -> Details:
     """Writes model.gguf into `staging` and reads it back; returns its dtype and device."""
     assert plan.gguf is not None
+    if plan.source.extra:
+        line = extra_line(plan.config.model, list(plan.source.extra), what="are not written to the GGUF file")
+        Console(stderr=True).print(line, markup=False, soft_wrap=True)
     with Progress(*Progress.get_default_columns(), console=Console(stderr=True), transient=True) as shown:
 
         def bar(what: str) -> Callable[[int, int], None]:
@@ -162,6 +170,11 @@ def _write_folder(plan: QuantizationPlan, staging: Path, console: Console) -> De
     else:
         model = load_model(plan.source.path, dtype=torch.float32)
         save(model, pack(model, plan, dtype=dtype, progress=_bar), staging)
+    extra = plan.source.extra
+    if extra:
+        line = extra_line(plan.config.model, list(extra), what="are written as they are, and not quantized")
+        console.print(line, markup=False, soft_wrap=True)
+        append_tensors(staging, stored_extras(plan.source.path, extra, extra, dtype=dtype))
     copy_generation(plan.source.path, staging)
     copy_tokenizer(plan.source.path, staging)
     console.print("evaluating the result in a subprocess")

@@ -61,5 +61,7 @@ def _exported(run: Path, out: Path) -> Path:
         same = False
     if not same:
         out.parent.mkdir(parents=True, exist_ok=True)
-        export(checkpoint, out, replace=True)
+        # the decoder of a multimodal model is quantized alone
+        alone = (checkpoint.manifest.details.get("extra_weights") or {}).get("multimodal")
+        export(checkpoint, out, extra="drop" if alone else None, replace=True)
     return out

@@ -194,6 +194,7 @@ def _section(
         found[f"group_{number}"] = scheme
     formats = {str(scheme.format.value) for scheme in found.values() if scheme.format is not None}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linear |= {name.removesuffix(".weight") for name, info in plan.source.extra.items() if len(info.shape) == 2}
     return QuantizationConfig(
         config_groups=found,
         ignore=sorted((linear | set(plan.routers)) - plan.layers.keys()),

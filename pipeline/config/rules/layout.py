@@ -147,7 +147,8 @@ def check_heads(model: Mapping[str, Any], topology: Topology, *, cp_method: str,
     heads = model.get("num_attention_heads")
     head_ranks = cp if cp_method == "ulysses" else 1
     for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
-        _check_divides("parallel.tp", tp, model.get(name), name, trained=trained)
+        if (name, model.get(name)) != ("num_key_value_heads", 1):  # a single one is whole on every rank
+            _check_divides("parallel.tp", tp, model.get(name), name, trained=trained)
     if heads and (heads // tp) % head_ranks:
         near = largest_divisor(heads // tp, most=cp)
         why = f"ulysses splits {heads // tp} heads ({heads} / tp {tp}) over cp ranks, and {cp} does not divide them"

@@ -6,6 +6,7 @@ from typing import Any
 
 from foundation.errors import ConfigError
 from foundation.paths import is_url
+from pipeline.config.rules.experts import check_experts
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import ModelSection, MoeSection, RunSection
 
@@ -21,8 +22,8 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
         why = "neither is given" if model.config is None else "both are given"
         raise ConfigError("model.config / model.path", why=why, remedy="give exactly one of the two")
     if model.config is not None:
-        for key in ("fresh", "keep_layers"):
-            if getattr(model, key):
+        for key in ("fresh", "keep_layers", "extra_weights"):
+            if getattr(model, key) not in (False, None, "keep"):
                 why = "it only applies to a model that is loaded from model.path"
                 raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
         check_model_config(model.config, sequence_length=sequence_length)
@@ -46,7 +47,8 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
     """Checks the integers of a Hugging Face config that all decoders have; keys that are absent are not checked.
 
     Raises:
-        ConfigError: `model_type` is missing, heads do not divide, or the sequence is longer than the model's positions.
+        ConfigError: `model_type` is missing, heads do not divide, numbers of experts do not fit together, or the
+            sequence is longer than the model's positions.
     """
     if not isinstance(model.get("model_type"), str):
         remedy = 'add "model_type": "llama" (or qwen3, mistral, gpt2, ...)'
@@ -61,24 +63,34 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
             raise ConfigError(f"model.config.{key}", value, why=why, remedy=remedy)
         if counts and whole and value < 0:
             raise ConfigError(f"model.config.{key}", value, why="it is below 0", remedy="use 0 or more")
-    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
-    kv_heads = model.get("num_key_value_heads")
-    if hidden and heads and not model.get("head_dim") and hidden % heads:
-        near = max(h for h in range(1, heads + 1) if hidden % h == 0)
-        why = f"hidden_size {hidden} is not divisible by it"
-        raise ConfigError("model.config.num_attention_heads", heads, why=why, remedy=f"use {near}, or set head_dim")
-    if heads and kv_heads and heads % kv_heads:
-        near = max(h for h in range(1, min(kv_heads, heads) + 1) if heads % h == 0)
-        why = f"num_attention_heads {heads} is not divisible by it"
-        raise ConfigError("model.config.num_key_value_heads", kv_heads, why=why, remedy=f"use {near}")
-    # -1 is XLNet's value for no limit
-    limits = {name: model[name] for name in POSITIONS if isinstance(model.get(name), int) and model[name] > 0}
+    _check_heads(model)
+    check_experts(model)
+    # dynamic RoPE takes longer sequences; -1 is XLNet's value for no limit
+    rope = model.get("rope_parameters") or model.get("rope_scaling")
+    grows = isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type"))
+    names = () if grows else POSITIONS
+    limits = {name: model[name] for name in names if isinstance(model.get(name), int) and model[name] > 0}
     for name, positions in limits.items():
         if positions >= sequence_length:
             continue
         why = f"the model has {name} {positions}"
         remedy = f"use at most {positions}, or raise {name}"
         raise ConfigError("data.sequence_length", sequence_length, why=why, remedy=remedy)
+
+
+def _check_heads(model: dict[str, Any]) -> None:
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    if hidden and heads and not model.get("head_dim") and hidden % heads:
+        near = max(h for h in range(1, heads + 1) if hidden % h == 0)
+        why = f"hidden_size {hidden} is not divisible by it"
+        raise ConfigError("model.config.num_attention_heads", heads, why=why, remedy=f"use {near}, or set head_dim")
+    inside = (model.get("attn_config") or {}).get("kv_n_heads")  # DBRX
+    field = "attn_config.kv_n_heads" if inside else "num_key_value_heads"
+    kv_heads = inside or model.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        near = max(h for h in range(1, min(kv_heads, heads) + 1) if heads % h == 0)
+        why = f"num_attention_heads {heads} is not divisible by it"
+        raise ConfigError(f"model.config.{field}", kv_heads, why=why, remedy=f"use {near}")
 
 
 _SIZES = {

@@ -64,6 +64,11 @@ class ModelSection(Section):
         " when absent",
         strict=False,
     )
+    extra_weights: Literal["keep", "drop"] = Field(
+        "keep",
+        description="Tensors of model.path that its language model does not use, such as layers that predict more"
+        " tokens (mtp.*): keep (the default; an export has them as they were before the training) or drop",
+    )
     attn_implementation: AttentionImplementation = Field(
         "sdpa",
         description="Attention kernel: sdpa (torch's scaled dot product attention, the default), eager, or"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from foundation.errors import ConfigError
 from pipeline.config.rules.expert_exchange import expert_exchange
@@ -28,8 +29,10 @@ from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.qk_clip_check import check_qk_clip
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
 from pipeline.engines.parallel.random_numbers import check_random_numbers
+from pipeline.engines.parallel.stage_plan import stage_plan
 from pipeline.engines.parallel.stages import StageLayers, layer_list
-from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.engines.parallel.tensor import check_tp_plan, uses_given_plan
+from pipeline.engines.parallel.tensor_plan import BlockKind, derived_blocks
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
@@ -74,6 +77,7 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
         check_exchange(expert_exchange(run.config), model, packages=packages)
     if topology.tp > 1:
         check_tp_plan(model, tp=topology.tp)
+        _check_derived_shards(run, config)
     if topology.pp > 1:
         _check_stages_of_experts(run, model, pipeline_stages(run, model))
     check_activation_checkpointing(model, run.config.memory)
@@ -84,6 +88,20 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     matrices_of(model, run.config.optimizer)
     check_qk_clip(run, model)
     check_architecture(run, config)
+
+
+def _check_derived_shards(run: ResolvedRun, config: PretrainedConfig) -> None:
+    """Refuses features that follow the styles of transformers' own plan if the plan is derived."""
+    own = run.config
+    for field, value in (
+        ("fp8.enabled", own.fp8.enabled),
+        ("optimizer.params.qk_clip", own.optimizer.params.qk_clip),
+        ("distill.attentions", own.distill is not None and own.distill.attentions is not None),
+        ("quantization_aware", own.quantization_aware is not None),
+    ):
+        if value and not uses_given_plan(config):
+            why = f"the tensor-parallel shards of {config.model_type} are derived, which this feature does not know"
+            raise ConfigError(field, value, why=why, remedy="remove it, or use parallel.tp 1")
 
 
 def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequence[StageLayers]) -> None:
@@ -99,6 +117,50 @@ def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequenc
             why = f"pipeline stage {stage.index} has no experts, and DeepSpeed's ZeRO-1 in bf16 needs them on each"
             remedy = "use zero_optimization.stage 0, engine torch with stage 2, or a smaller parallel.pp"
             raise ConfigError("parallel.ep", run.topology.ep, why=why, remedy=remedy)
+
+
+def layout_lines(family: str) -> Iterator[str]:
+    """Describes how an architecture is divided into pipeline stages and tensor-parallel shards, or why it is not.
+
+    Args:
+        family: `model_type` of transformers, with its default config, or a Hugging Face folder.
+
+    Raises:
+        ConfigError: transformers does not know the family.
+    """
+    if not Path(family).is_dir() and family not in CONFIG_MAPPING:
+        remedy = "use a model_type of transformers, e.g. gpt2, or a Hugging Face folder"
+        raise ConfigError("FAMILY", family, why="transformers has no such model_type", remedy=remedy)
+    config = read_hf_config(family) if Path(family).is_dir() else CONFIG_MAPPING[family]()
+    for lines in (_stage_lines, _shard_lines):
+        try:
+            tiny = shrink(config, divide=2, layers=2, vocab_size=_V)
+            yield from lines(build_meta(tiny, dtype=torch.float32, attn_implementation="eager"))
+        except ConfigError as refused:
+            yield f"refused: {refused.why}"
+    yield "headrace check proves a layout on a tiny model: its loss and every gradient"
+
+
+def _stage_lines(model: nn.Module) -> Iterator[str]:
+    plan = stage_plan(model)
+    yield f"pipeline stages ({'derived' if plan.derived else 'base_model_pp_plan'})"
+    for part, names in (("before", plan.before), ("layers", (plan.layers,)), ("after", plan.after)):
+        yield f"  {part}  {', '.join(names)}"
+
+
+def _shard_lines(model: nn.Module) -> Iterator[str]:
+    given = uses_given_plan(model.config)
+    yield f"tensor-parallel shards ({'base_model_tp_plan' if given else 'derived'})"
+    blocks: dict[str, dict[str, str]] = {}
+    for name, style in check_tp_plan(model, tp=2).items() if given else ():
+        block, _, linear = name.rpartition(".")
+        blocks.setdefault(BlockKind.of(block, model).name, {})[linear] = style
+    for name, plan in ({} if given else derived_blocks(model, tp=2)).items():
+        kind = BlockKind.of(name, model.get_submodule(name))
+        blocks[f"{kind.name} ({kind.module})"] = dict(plan.styles)
+    for block, styles in blocks.items():
+        yield f"  {block}  {', '.join(f'{name} {style}' for name, style in styles.items()) or 'whole on every rank'}"
+    yield "  embedding and head  over the vocabulary"
 
 
 def _refuse_router_loss(config: PretrainedConfig) -> None:

@@ -99,6 +99,7 @@ def assemble(
     apply_quantization_aware(causal, run.config.quantization_aware)
     cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)
     chunks = sequence_chunks(run.batch.sequence_length, cp=cp, cp_rank=cp_rank, zigzag=run.zigzag)
+    chunk = loss_chunk(run, causal.config)
     layout = DecoderLayout(
         first=stage is None or stage.first,
         last=stage is None or stage.last,
@@ -106,9 +107,10 @@ def assemble(
         cp_attention=make_cp_attention(run.config.parallel.cp_method, mesh) if mesh else None,
         chunks=chunks,
         cp_size=cp,
-        chunk=loss_chunk(run, causal.config),
+        chunk=chunk,
         own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
         dtype=next(model.parameters()).dtype,
+        own_head=_needs_own_head(causal, stage, tensor, chunk),
     )
     decoder = Decoder(causal, layout, local_owners)
     if balancer is not None:
@@ -135,6 +137,14 @@ def loss_chunk(run: ResolvedRun, config: PretrainedConfig) -> int | None:
     if run.config.loss.chunk is not None or run.config.distill is None or run.plain:
         return run.config.loss.chunk
     return DISTILLATION_CHUNK if has_separate_head(config) else None
+
+
+def _needs_own_head(
+    causal: nn.Module, stage: StageLayers | None, tensor: TensorParallel | None, chunk: int | None
+) -> bool:
+    """Whether the head runs outside of the model's forward pass, in which the model does more than its product."""
+    whole = (stage is None or stage.count == 1) and tensor is None and chunk is None
+    return not whole and (stage is None or stage.last) and not has_separate_head(causal.config)
 
 
 def _names(owners: dict[str, list[tuple[nn.Module, str]]]) -> dict[int, str]:

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.engines.parallel.collectives import functional
+from pipeline.engines.parallel.collectives import all_gather, functional
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.ring import RingAttention
 from pipeline.models.attention import ContextParallelAttention, attend, repeat_heads
 from pipeline.models.attention_logits import LogitWatch
+from pipeline.models.attention_scores import ScoreRule
 from pipeline.models.masks import AttentionMask, make_mask
 
 
@@ -53,6 +54,7 @@ class UlyssesAttention:
         *,
         scale: float,
         mask: AttentionMask,
+        rule: ScoreRule | None = None,
         watch: LogitWatch | None = None,
     ) -> Tensor:
         """Implements `ContextParallelAttention.attend`."""
@@ -63,8 +65,15 @@ class UlyssesAttention:
         if watch is not None:
             whole, first = (range(query.shape[2]),), dist.get_rank(self._group) * key.shape[1]
             watch.see(query, key, queries=whole, keys=whole, first_head=first, copies=times)
-        attended = attend(query, key, value, scale=scale, mask=mask)
+        if rule is not None:
+            first = dist.get_rank(self._group) * query.shape[1]
+            rule = rule.of_heads(slice(first, first + query.shape[1]))
+        attended = attend(query, key, value, scale=scale, mask=mask, rule=rule, flex=query.is_cuda)
         return all_to_all(attended, self._group, scatter_dim=2, gather_dim=1)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Gathers a tensor of every rank's positions, [B, T, ...] -> [B, S, ...]. Not differentiable."""
+        return all_gather(tensor.detach(), self._group, dim=1)
 
 
 def _kv_repeats(heads: int, kv_heads: int, *, ranks: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.engines.parallel.stages import StageLayers, layer_list, modules_before_layers
+from pipeline.engines.parallel.stage_plan import stage_plan
+from pipeline.engines.parallel.stages import StageLayers, layer_list
 from pipeline.models.attention import window_of
 from pipeline.models.layers import attention_widths
 
@@ -72,11 +73,8 @@ def expert_flops(model: nn.Module) -> list[float]:
 
 def stage_parameters(model: nn.Module, stages: Sequence[StageLayers]) -> list[int]:
     """Counts the parameters of every stage; a head tied to the embedding counts in the first and the last stage."""
-    layers, _ = layer_list(model)
-    inside, before = (
-        f"{model.base_model_prefix}.{layers}.",
-        tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model)),
-    )
+    plan = stage_plan(model)
+    inside, before = f"{plan.layers}.", tuple(f"{name}." for name in plan.before)
     counts = [0] * len(stages)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.startswith(inside):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.data.micro_batch import IGNORE, MicroBatch
@@ -21,6 +20,9 @@ from pipeline.engines.parallel.collectives import all_gather
 from pipeline.engines.parallel.decoding import DecodingBatch
 from pipeline.engines.parallel.features import FeatureLoss, recording
 from pipeline.engines.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
+from pipeline.engines.parallel.own_head import AfterHead, OwnHead
+from pipeline.engines.parallel.stage_plan import base_of
+from pipeline.engines.parallel.stages import StageEnds
 from pipeline.engines.parallel.tensor import TensorParallel
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
 from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
@@ -49,6 +51,7 @@ class DecoderLayout:
         chunk: positions of each sample whose logits exist at the same time (chunked loss); all when None.
         own_attention: whether attention is that of `models.attention`, which needs a context, not Hugging Face's.
         dtype: dtype of queries and masks.
+        own_head: whether the model does more to its logits than its head's product (`own_head`).
     """
 
     first: bool = True
@@ -60,6 +63,7 @@ class DecoderLayout:
     chunk: int | None = None
     own_attention: bool = True
     dtype: torch.dtype = torch.float32
+    own_head: bool = False
 
 
 class Decoder(nn.Module):
@@ -84,6 +88,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.causal, self.layout = causal, layout
         self._owners = owners
+        self._ends = StageEnds.of(causal)
+        self._own_head = OwnHead(causal) if layout.last and layout.own_head else None
         self._windows = attention_windows(causal.config)
         self._lengths = follow_sequence_lengths(causal)
         self.balancer: TokenCounter | None = None
@@ -137,10 +143,16 @@ class Decoder(nn.Module):
 
     def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
         """Computes the last hidden states [B, T / tp, D], on the last stage the head's input; see `forward`."""
-        named = {"input_ids" if self.layout.first else "inputs_embeds": inputs}
-        hidden: Tensor = self.causal.base_model(  # type: ignore[operator]
+        named = {"input_ids": inputs} if self.layout.first else {"inputs_embeds": self._ends.receive(inputs)}
+        if self.layout.first and self.layout.tensor is not None and self.layout.tensor.derived:
+            # a copy, since CTRL scales its embeddings in place
+            named = {"inputs_embeds": self.causal.get_input_embeddings()(inputs).clone()}  # type: ignore[operator]
+        hidden: Tensor = base_of(self.causal)(
             **named, **_cache_arguments(batch), **self._attention_arguments(batch, inputs)
         ).last_hidden_state
+        if not self.layout.last:
+            hidden = self._ends.sent().to(self.layout.dtype)
+        self._ends.forget()
         return hidden
 
     def gathered(self, hidden: Tensor) -> Tensor:
@@ -160,7 +172,7 @@ class Decoder(nn.Module):
         tensor = self.layout.tensor
         if tensor is None:
             return counted
-        return counted.chunk(dist.get_world_size(tensor.group), dim=1)[dist.get_rank(tensor.group)]
+        return counted.chunk(tensor.group.size(), dim=1)[tensor.group.rank()]
 
     def _attention_arguments(self, batch: MicroBatch, inputs: Tensor) -> dict[str, Any]:
         length = batch.labels.shape[1]
@@ -199,6 +211,9 @@ class Decoder(nn.Module):
         vocabulary = FULL_VOCABULARY if self.layout.tensor is None else self.layout.tensor.vocabulary
         head = self.causal.get_output_embeddings()  # type: ignore[operator]
         targets = (batch.labels, *objective.extra_targets(batch))
+        if self._own_head is not None:
+            after: LossFunction = AfterHead(objective, self._own_head.after)
+            hidden, objective = self._own_head.head_input(hidden), after
         if self.layout.chunk is None:
             return total_and_parts(objective(head(hidden), *targets, vocabulary=vocabulary))
         rows = len(hidden) * self.layout.chunk

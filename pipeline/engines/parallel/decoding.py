@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.models.attention import AttentionContext
-from pipeline.models.masks import AttentionMask, make_decoding_mask
+from pipeline.models.masks import AttentionMask, Span, make_decoding_mask, split_span
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class DecodingBatch(MicroBatch):
 
     def context(self, dtype: torch.dtype) -> AttentionContext:
         """Makes the context of `models.attention`, for queries of a dtype."""
-        return _DecodingContext(self.first + self.input_ids.shape[1], self.documents, {}, first=self.first, dtype=dtype)
+        length = self.first + self.input_ids.shape[1]
+        return _DecodingContext(length, self.documents, {}, flex=False, first=self.first, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ class _DecodingContext(AttentionContext):
     first: int = 0
     dtype: torch.dtype = torch.float32
 
-    def mask(self, window: int | None, query: Tensor) -> AttentionMask:
-        """Returns the mask of a layer with a window."""
-        made: dict[int | None, AttentionMask] = self.masks  # type: ignore[assignment]
-        if window not in made:
+    def mask(self, span: Span, query: Tensor) -> AttentionMask:
+        """Returns the mask of a layer with a span."""
+        made: dict[Span, AttentionMask] = self.masks  # type: ignore[assignment]
+        if span not in made:
+            documents, window = split_span(self.documents, span, length=self.length, device=query.device)
             place = {"first": self.first, "length": self.length, "dtype": self.dtype, "device": query.device}
-            made[window] = make_decoding_mask(self.documents, window, **place)  # type: ignore[arg-type]
-        return made[window]
+            made[span] = make_decoding_mask(documents, window, **place)  # type: ignore[arg-type]
+        return made[span]
 
 
 def decoding_batch(

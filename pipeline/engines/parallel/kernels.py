@@ -24,14 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
-from pipeline.models.attention import compiled_flex_attention, repeat_heads
+from pipeline.models.attention import attend_by_rule, compiled_flex_attention, repeat_heads
+from pipeline.models.attention_scores import ScoreRule
 from pipeline.models.masks import AttentionMask
 
 aten: Any = torch.ops.aten
 
 
 def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: AttentionMask, rule: ScoreRule | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns output [B, H, T, e] and log-sum-exp of the scores; 0 and minus infinity for a query without keys.
 
@@ -39,7 +40,10 @@ def attention_forward(
         query, key, value: queries, and keys and values of a block.
         scale: factor on the scores.
         mask: keys that each query attends to. With `CAUSAL`, query t attends to keys 0 to t, and T' is T.
+        rule: change of the scores, for these keys. Its sinks are not applied: they join when blocks are merged.
     """
+    if rule is not None and rule.changes_scores:
+        return attend_by_rule(query, key, value, scale=scale, mask=mask, rule=rule, flex=query.is_cuda)
     if mask.blocks is not None:
         return flex_forward(query, key, value, scale=scale, mask=mask)
     size = value.shape[-1]
@@ -60,7 +64,7 @@ def attention_forward(
     return out[..., :size], log_sum
 
 
-def attention_backward(
+def attention_backward(  # noqa: PLR0913  the arguments of the forward pass, and its results
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -70,14 +74,18 @@ def attention_backward(
     *,
     scale: float,
     mask: AttentionMask,
+    rule: ScoreRule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes gradients of query, key and value from one block of keys; in fp32 for keys and values.
 
     Args:
         grad: gradient of `out`.
-        query, key, value, scale, mask: arguments of `attention_forward`.
-        out, log_sum: results of attention to all blocks; in every block, a probability is exp(score - log_sum).
+        query, key, value, scale, mask, rule: arguments of `attention_forward`.
+        out, log_sum: results of attention to all blocks and sinks; in a block, a probability is exp(score - log_sum).
     """
+    if rule is not None and rule.changes_scores:
+        by_rule = partial(attention_forward, scale=scale, mask=mask, rule=rule)
+        return merged_backward(grad, query, key, value, out, log_sum, forward=by_rule)
     if mask.blocks is not None:
         flex = partial(flex_forward, scale=scale, mask=mask)
         return merged_backward(grad, query, key, value, out, log_sum, forward=flex)

@@ -32,8 +32,7 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     count = run.topology.pp * run.virtual_stages
     if count == 1:
         return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
-    layer_list(model)  # before the config is read: the architecture may have no plan for stages
-    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr, assignment]
+    layers = len(layer_list(model)[1])
     if layers < count:
         virtual = run.virtual_stages
         why = f"{run.topology.pp} ranks x {virtual} stages each are {count}, and the model has {layers} decoder layers"

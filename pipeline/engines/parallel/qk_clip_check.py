@@ -23,6 +23,7 @@ from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.architecture_trial import TOLERANCE, random_model
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.attention_adapters import unmeasured_logits
 from pipeline.models.hf_config import one_line
 from pipeline.models.query_key_rows import AttentionHeads, attention_heads, norms_of_heads
 from pipeline.models.resize.shrink import shrink
@@ -67,8 +68,8 @@ def _known_reason(model: nn.Module, config: Any) -> str | None:
     clamp = next((n for n in (getattr(each, "clip_qkv", None) for each in sections) if n), None)
     if clamp:
         return f"{kind} clamps queries and keys to +-{clamp:g} (clip_qkv): it has no need of it"
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        return f"headrace's own attention, which measures the logits, does not have the attention sinks of {kind}"
+    if unmeasured := unmeasured_logits(config):
+        return f"{kind} {unmeasured}"
     if not modules:
         return f"no softmax attention was found in {kind} whose projections of queries and keys are known"
     return None

@@ -16,7 +16,8 @@ from torch import nn
 
 from pipeline.engines.optim.newton_schulz import flops
 from pipeline.engines.parallel.experts import expert_modules
-from pipeline.engines.parallel.stages import StageLayers, is_tied, layer_list, modules_before_layers
+from pipeline.engines.parallel.stage_plan import stage_plan
+from pipeline.engines.parallel.stages import StageLayers, is_tied
 from pipeline.engines.parallel.tensor import check_tp_plan
 from pipeline.models.hidden_matrices import MatrixForm
 from pipeline.models.layers import differ
@@ -292,8 +293,7 @@ def rank_model(
 
 def first_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Returns name prefixes of the parameters that belong to the first stage of a pipeline: those before the layers."""
-    layer_list(model)
-    return tuple(f"{model.base_model_prefix}.{name}." for name in modules_before_layers(model))
+    return tuple(f"{name}." for name in stage_plan(model).before)
 
 
 def layer_of(name: str) -> int | None:

@@ -1,9 +1,9 @@
 """Ring attention (context parallelism): keys and values are passed from rank to rank while queries stay.
 
-Each rank attends to the keys of one rank at a time and merges the outputs by their log-sum-exp. So no rank ever has the
-keys of the full sequence, and there may be more ranks than heads. In the backward pass, keys circulate once more
-together with their gradients. Source: Liu et al. 2023 (arXiv:2310.01889); merging as Milakov and Gimelshein 2018
-(arXiv:1805.02867), section 3.1.
+Each rank attends to the keys of one rank at a time and merges the outputs by their log-sum-exp; attention sinks join
+after the last block. So no rank ever has the keys of the full sequence, and there may be more ranks than heads. In the
+backward pass, keys circulate once more together with their gradients. Source: Liu et al. 2023 (arXiv:2310.01889);
+merging as Milakov and Gimelshein 2018 (arXiv:1805.02867), section 3.1.
 
 Rank r of c has chunks r and 2c - 1 - r of the 2c chunks of a sequence (zigzag, `topology.sequence_chunks`). Its own
 keys are one causal block. For the keys of an earlier rank, all its queries attend to the first chunk and none to the
@@ -30,6 +30,7 @@ from torch import Tensor
 from pipeline.config.topology import sequence_chunks
 from pipeline.engines.parallel.kernels import attention_backward, attention_forward
 from pipeline.models.attention_logits import LogitWatch
+from pipeline.models.attention_scores import ScoreRule, sink_gradient, with_sinks
 from pipeline.models.masks import CAUSAL, FULL, AttentionMask, make_part_mask
 
 
@@ -95,11 +96,13 @@ class RingAttention:
         *,
         scale: float,
         mask: RingMask,
+        rule: ScoreRule | None = None,
         watch: LogitWatch | None = None,
     ) -> Tensor:
         """Implements `ContextParallelAttention.attend`."""
-        ring = _Ring(dist.get_rank(self._group), dist.get_world_size(self._group), mask, scale, watch)
-        attended: Tensor = _RingFunction.apply(query, key, value, ring, self._group)
+        sinks = None if rule is None else rule.sinks
+        ring = _Ring(dist.get_rank(self._group), dist.get_world_size(self._group), mask, scale, rule, watch)
+        attended: Tensor = _RingFunction.apply(query, key, value, sinks, ring, self._group)
         return attended
 
 
@@ -125,6 +128,7 @@ class RingInOneProcess:
         *,
         scale: float,
         mask: tuple[RingMask, ...],
+        rule: ScoreRule | None = None,
         watch: LogitWatch | None = None,
     ) -> Tensor:
         """Implements `ContextParallelAttention.attend`."""
@@ -137,7 +141,7 @@ class RingInOneProcess:
         ]
         for rank, own in enumerate(of_ranks):
             arriving = (key_value[:, :, of_ranks[(rank - hop) % self._ranks]] for hop in range(self._ranks))
-            ring = _Ring(rank, self._ranks, mask[rank], scale)
+            ring = _Ring(rank, self._ranks, mask[rank], scale, rule)
             attended[:, :, own] = ring.forward(query[:, :, own], arriving)[0].to(query.dtype)
         return attended
 
@@ -169,6 +173,11 @@ def _chosen(chunks: tuple[range, ...], part: slice) -> tuple[range, ...]:
     return chunks[part.start // size : part.stop // size]
 
 
+def _positions(rank: int, part: slice, *, ranks: int, length: int) -> tuple[range, ...]:
+    """Returns the chunks of the sequence in a part of a rank's `length` positions."""
+    return _chosen(sequence_chunks(length * ranks, cp=ranks, cp_rank=rank, zigzag=True), part)
+
+
 @dataclass(frozen=True)
 class _Ring:
     """Ring attention as computed on one rank.
@@ -178,6 +187,7 @@ class _Ring:
         ranks: number of ranks that share the sequence.
         mask: this rank's masks.
         scale: factor on the scores.
+        rule: change of the scores, for all heads and positions; None for none.
         watch: watch that records the largest logits of every hop; None to record none.
     """
 
@@ -185,7 +195,15 @@ class _Ring:
     ranks: int
     mask: RingMask
     scale: float
+    rule: ScoreRule | None = None
     watch: LogitWatch | None = None
+
+    def block_rule(self, block: _Block, query: Tensor) -> ScoreRule | None:
+        """Returns the rule for the keys of a block."""
+        if self.rule is None or self.rule.bias is None:
+            return self.rule
+        chunks = _positions(block.source, block.keys, ranks=self.ranks, length=query.shape[2])
+        return self.rule.of_keys(torch.cat([torch.arange(c.start, c.stop, device=query.device) for c in chunks]))
 
     def blocks(self, arriving: Iterable[Tensor], length: int) -> Iterator[tuple[_Block, AttentionMask | None, Tensor]]:
         """Yields every hop's block, its mask, and the keys with their values [B, K, T, d + e] of the block's source."""
@@ -193,7 +211,7 @@ class _Ring:
             yield _block(hop, rank=self.rank, ranks=self.ranks, length=length), self.mask.hops[hop], key_value
 
     def forward(self, query: Tensor, arriving: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Computes output [B, H, T, e] and log-sum-exp over the keys of all hops, in fp32."""
+        """Computes output [B, H, T, e] and log-sum-exp over the keys of all hops and the sinks, in fp32."""
         out, log_sum = query.new_empty(0), query.new_empty(0)
         for block, allowed, key_value in self.blocks(arriving, query.shape[2]):
             if allowed is None:
@@ -201,18 +219,30 @@ class _Ring:
             k, v = _keys_and_values(key_value, block, query)
             if self.watch is not None:
                 _watch_block(self.watch, query, k, block, rank=self.rank, ranks=self.ranks)
-            part = attention_forward(query[:, :, block.queries], k, v, scale=self.scale, mask=allowed)
+            rule = self.block_rule(block, query)
+            part = attention_forward(query[:, :, block.queries], k, v, scale=self.scale, mask=allowed, rule=rule)
             if not out.numel():  # first hop: every query attends to itself, so its log-sum-exp is finite from here on
                 # copies: selective activation checkpointing stores the kernel's outputs, which must not change
                 out, log_sum = part[0].to(torch.float32, copy=True), part[1].clone()
             else:
                 _merge(out[:, :, block.queries], log_sum[:, :, block.queries], part[0].float(), part[1])
+        if self.rule is not None and self.rule.sinks is not None:
+            out = with_sinks(out, log_sum, self.rule)
+            log_sum = torch.logaddexp(log_sum, self.rule.sinks.float()[:, None])
         return out, log_sum
 
 
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _sinks: Tensor | None,
+        ring: _Ring,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         out, log_sum = ring.forward(query, _circulating(torch.cat([key, value], -1), group))
         attended = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, log_sum)
@@ -220,7 +250,7 @@ class _RingFunction(torch.autograd.Function):
         return attended
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         query, key, value, out, log_sum = ctx.saved_tensors
         ring, group = ctx.ring, ctx.group
         d_query = torch.zeros_like(query, dtype=torch.float32)
@@ -232,7 +262,8 @@ class _RingFunction(torch.autograd.Function):
                 own = (each[:, :, block.queries] for each in (grads[0], query, out, log_sum))
                 grad, q, o, s = own
                 k, v = _keys_and_values(key_value, block, query)
-                parts = attention_backward(grad, q, k, v, o, s, scale=ring.scale, mask=allowed)
+                rule = ring.block_rule(block, query)
+                parts = attention_backward(grad, q, k, v, o, s, scale=ring.scale, mask=allowed, rule=rule)
             # the gradients of these keys arrive while their block is computed; they make one hop more than the keys,
             # and so return to the keys' own rank
             d_key_value = returning.wait() if returning else torch.zeros_like(key_value, dtype=torch.float32)
@@ -244,7 +275,9 @@ class _RingFunction(torch.autograd.Function):
             returning = _RingTransfer(d_key_value, group)
         assert returning is not None
         d_key, d_value = returning.wait().to(key.dtype).split([key.shape[-1], value.shape[-1]], -1)
-        return d_query.to(query.dtype), d_key, d_value, None, None
+        sinks = None if ring.rule is None else ring.rule.sinks
+        d_sinks = None if sinks is None else sink_gradient(grads[0], out, log_sum, sinks)
+        return d_query.to(query.dtype), d_key, d_value, d_sinks, None, None
 
 
 def _keys_and_values(key_value: Tensor, block: _Block, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,8 +296,8 @@ def _circulating(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
 
 def _watch_block(watch: LogitWatch, query: Tensor, key: Tensor, block: _Block, *, rank: int, ranks: int) -> None:
     """Watches the logits of a hop: the products of this rank's queries and the block's keys."""
-    of_rank = partial(sequence_chunks, query.shape[2] * ranks, cp=ranks, zigzag=True)
-    queries, keys = _chosen(of_rank(cp_rank=rank), block.queries), _chosen(of_rank(cp_rank=block.source), block.keys)
+    of_rank = partial(_positions, ranks=ranks, length=query.shape[2])
+    queries, keys = of_rank(rank, block.queries), of_rank(block.source, block.keys)
     watch.see(query[:, :, block.queries], key, queries=queries, keys=keys)
 
 

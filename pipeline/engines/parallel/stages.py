@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from foundation.errors import ConfigError
+from pipeline.engines.parallel.stage_plan import stage_plan
 
 
 @dataclass(frozen=True)
@@ -105,66 +107,137 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Returns name and modules of the decoder layers.
 
     Raises:
-        ConfigError: the architecture has no plan for pipeline stages, or an unsupported plan.
+        ConfigError: the model cannot be divided into pipeline stages; see `stage_plan`.
     """
-    config: Any = model.config
-    plan = getattr(config, "base_model_pp_plan", None)
-    if not plan:
-        raise ConfigError(
-            "parallel.pp",
-            why=f"transformers has no base_model_pp_plan for {config.model_type}, which splits it into stages",
-            remedy="use ZeRO or FSDP2 (parallel.pp 1), or another architecture, e.g. llama",
-        )
-    base: Any = model.base_model
-    lists = [(name, getattr(base, name)) for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(lists) != 1:
-        why = f"the plan of {config.model_type} names {len(lists)} lists of layers; only one is supported"
-        raise ConfigError("parallel.pp", why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.pp 1)")
-    prefix = f"{model.base_model_prefix}."
-    heads = {id(p) for p in model.get_output_embeddings().parameters()}  # type: ignore[operator]
-    for name, parameter in model.named_parameters():
-        planned = name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] in plan
-        if not planned and id(parameter) not in heads:
-            why = f"the plan of {config.model_type} assigns {name} to no stage"
-            raise ConfigError("parallel.pp", why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.pp 1)")
-    return lists[0]
-
-
-def modules_before_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the base model's modules in the first stage: those that its plan lists before the layers."""
-    plan = list(model.config.base_model_pp_plan)  # type: ignore[union-attr, arg-type]
-    return plan[: plan.index(layer_list(model)[0])]
+    name = stage_plan(model).layers
+    layers = model.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    return name, layers
 
 
 class PassThrough(nn.Module):
-    """Replaces a module that belongs to another stage: returns its input."""
+    """Replaces a layer that belongs to another stage: returns its input, as the layer returns its output.
 
-    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Returns the first argument."""
-        return hidden_states
+    Args:
+        layer: the layer; the model may read its plain attributes, e.g. the kind of its attention.
+        outputs: number of values in the tuple that a layer returns; 0 for a tensor.
+        copies: whether the model may change its embeddings in place (CTRL), which are the received states.
+
+    Attributes:
+        states: hidden states [B, T, D] to return instead of the input, e.g. those received from the previous stage.
+        keeps: whether to keep the hidden states, which the stage then sends to the next one.
+        kept: the last hidden states.
+    """
+
+    keeps = False
+    states: Tensor | None = None
+    kept: Tensor | None = None
+
+    def __init__(self, layer: nn.Module, *, outputs: int = 0, copies: bool = False) -> None:
+        super().__init__()
+        self._outputs, self.copies = outputs, copies
+        named = {key: getattr(layer, key, None) for key in (*vars(type(layer)), *vars(layer)) if key[0] != "_"}
+        for key, value in named.items():
+            if isinstance(value, (str, int, float)) and key not in ("training", "call_super_init", "dump_patches"):
+                setattr(self, key, value)
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        """Returns the hidden states."""
+        states = hidden_states if self.states is None else self.states
+        self.kept = states if self.keeps else None
+        return (states, *(None,) * (self._outputs - 1)) if self._outputs else states
+
+
+class Absent(nn.Module):
+    """Replaces a module outside of the layers that belongs to another stage: its output is not used.
+
+    Args:
+        width: features of the output.
+        dtype: dtype of the output.
+    """
+
+    def __init__(self, *, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width, self._dtype = width, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the first input if it has the output's shape, else zeros [1, 1, D] (for ids) or [..., D]."""
+        first = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        if first.ndim < 3:  # ids, positions, or a mask of them (OPT)
+            return torch.zeros(1, 1, self._width, dtype=self._dtype, device=first.device)
+        if first.shape[-1] == self._width:
+            return first
+        return first.new_zeros(*first.shape[:-1], self._width)
 
 
 def keep_stage(model: nn.Module, stage: StageLayers) -> None:
     """Removes the modules of other stages in place. The names of the remaining parameters do not change.
+
+    The model's own forward pass still runs from end to end. The layer before the stage's first one returns what the
+    previous stage sent; the layer after its last one keeps what the next stage gets (`StageEnds`).
 
     Args:
         model: a full Hugging Face causal language model, on meta. The last stage keeps a copy of a head tied to the
             embedding.
         stage: the stage to keep.
     """
-    list_name, layers = layer_list(model)
-    first_stage_modules = modules_before_layers(model)
-    base: Any = model.base_model
-    plan: dict[str, Any] = model.config.base_model_pp_plan  # type: ignore[union-attr, assignment]
-    for index in range(len(layers)):
+    plan = stage_plan(model)
+    layers = layer_list(model)[1]
+    for index, layer in enumerate(layers):
         if not stage.layers[0] <= index < stage.layers[1]:
-            layers[index] = PassThrough()
-    for name in plan:
-        in_stage = stage.first if name in first_stage_modules else stage.last
-        if name != list_name and not in_stage:
-            setattr(base, name, PassThrough())
-    if not stage.last:
-        model.set_output_embeddings(PassThrough())  # type: ignore[operator]
+            layers[index] = PassThrough(layer, outputs=plan.outputs, copies=plan.derived)
+    width = model.config.hidden_size  # type: ignore[union-attr]
+    absent = (*(() if stage.first else plan.before), *(() if stage.last else plan.after))
+    for name in absent:
+        dtype = next((p.dtype for p in model.get_submodule(name).parameters()), torch.float32)
+        model.set_submodule(name, Absent(width=width, dtype=dtype))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class StageEnds:
+    """The replaced layers beside those of a stage.
+
+    Attributes:
+        before: the layer before the stage's first one; None in the first stage.
+        after: the layer after the stage's last one; None in the last stage.
+    """
+
+    before: PassThrough | None
+    after: PassThrough | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> StageEnds:
+        """Finds them in a model reduced by `keep_stage`; none in a full model."""
+        lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+        for layers in lists:
+            replaced = [isinstance(layer, PassThrough) for layer in layers]
+            if any(replaced):
+                first, end = replaced.index(False), len(replaced) - replaced[::-1].index(False)
+                before = layers[first - 1] if first else None
+                after = layers[end] if end < len(layers) else None
+                if after is not None:
+                    after.keeps = True  # type: ignore[assignment]
+                return cls(before, after)  # type: ignore[arg-type]
+        return cls(None, None)
+
+    def receive(self, states: Tensor) -> Tensor:
+        """Sets the hidden states that the previous stage sent; returns embeddings of their shape, to be replaced."""
+        assert self.before is not None
+        self.before.states = states
+        return states.detach().clone() if self.before.copies else states.detach()
+
+    def sent(self) -> Tensor:
+        """Returns the hidden states for the next stage, and forgets all of them."""
+        assert self.after is not None
+        kept = self.after.kept
+        assert kept is not None, "the layer after the stage did not run"
+        return kept
+
+    def forget(self) -> None:
+        """Drops references to hidden states, which belong to the finished forward pass."""
+        for each in (self.before, self.after):
+            if each is not None:
+                each.states = each.kept = None
 
 
 def is_tied(model: Any) -> bool:

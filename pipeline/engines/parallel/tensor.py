@@ -12,26 +12,45 @@ gradients must therefore be summed over the tp group; `TensorParallel.partial_gr
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
+from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
+from pipeline.engines.parallel.tensor_plan import (
+    COLWISE,
+    ROWWISE,
+    SLICED,
+    BlockPlan,
+    derived_blocks,
+    hidden_states,
+    linear_sizes,
+    scale_attributes,
+    slice_linear,
+)
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.layers import global_value
+from pipeline.models.resize.shrink import shrink
 
 _SEQUENCE = 1
 """Dim of hidden states [B, T, D] that is sharded between blocks."""
 
 _EXPERTS = "moe_tp_experts"
 """Transformers' name for the style of a mixture of experts. Experts stay whole: every tp rank routes its positions."""
+
+_V = 32
+"""Ids of a tiny model."""
 
 _REPLICATED = {"replicated_with_grad_allreduce", _EXPERTS}
 
@@ -45,12 +64,15 @@ class TensorParallel:
         boxes: name of every sharded parameter -> this rank's shard.
         partial_gradients: names of unsharded parameters, whose gradients must be summed over the group.
         vocabulary: this rank's shard of the vocabulary.
+        derived: whether the plan is not transformers' own (`tensor_plan`); the base model then gets embeddings, not
+            ids, since GPT-2 gives its output the shape of its ids, and here it has T / tp positions.
     """
 
     group: dist.ProcessGroup
     boxes: dict[str, Rectangle]
     partial_gradients: frozenset[str]
     vocabulary: VocabularyShard
+    derived: bool = False
 
 
 def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
@@ -59,6 +81,53 @@ def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
     Args:
         model: a Hugging Face causal language model, on any device.
         tp: size of the tp axis.
+
+    Raises:
+        ConfigError: the architecture's plan cannot be derived, or tp does not divide a size.
+    """
+    if uses_given_plan(model.config):
+        return _given_styles(model, tp=tp)
+    _check_divides(model.config.vocab_size, tp, "model.config.vocab_size")  # type: ignore[union-attr, arg-type]
+    blocks = derived_blocks(model, tp=tp)
+    styles = {f"{block}.{name}": style for block, plan in blocks.items() for name, style in plan.styles.items()}
+    return {name: style for name, style in styles.items() if style in (COLWISE, ROWWISE)}
+
+
+def uses_given_plan(config: Any) -> bool:
+    """Whether transformers' own plan is supported, and covers all modules that mix positions."""
+    return _given_plan_works(config_key(config))
+
+
+@cache
+def _given_plan_works(key: str) -> bool:
+    """Tries the given plan on a tiny model; cached by config."""
+    from pipeline.engines.parallel.architecture_trial import random_model  # noqa: PLC0415  # it imports this module
+
+    config = config_from(key)
+    if not getattr(config, "base_model_tp_plan", None) or global_value(config, "num_key_value_heads") == 1:
+        return False
+    try:
+        tiny = random_model(shrink(config, divide=2, layers=2, vocab_size=_V)).eval()
+        blocks = {name.rpartition(".")[0] for name in _given_styles(tiny, tp=1)}
+    except ConfigError:
+        return False
+    for name in blocks:
+        tiny.get_submodule(name).register_forward_hook(_zero_output)
+    ids = torch.arange(16)[None] % _V
+    with torch.no_grad():
+        one, other = (tiny(input_ids=each, use_cache=False).logits[:, 1:] for each in (ids, ids.clamp(min=1)))
+    return torch.equal(one, other)
+
+
+def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Forward hook: replaces a block's output, or the first of several outputs, by zeros."""
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
+
+
+def _given_styles(model: nn.Module, *, tp: int) -> dict[str, str]:
+    """Returns the styles of transformers' own plan; see `check_tp_plan`.
 
     Raises:
         ConfigError: the architecture has no plan or an unsupported plan, or tp does not divide a size.
@@ -137,8 +206,9 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
     Raises:
         ConfigError: the architecture has no plan or an unsupported plan, or tp does not divide a size.
     """
-    tp, rank = dist.get_world_size(group), dist.get_rank(group)
+    tp, rank = group.size(), group.rank()
     styles = check_tp_plan(model, tp=tp)
+    blocks = None if uses_given_plan(model.config) else derived_blocks(model, tp=tp)
     shards: dict[int, nn.Parameter] = {}
     boxes: dict[str, Rectangle] = {}
 
@@ -161,23 +231,57 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
     if isinstance(head, nn.Linear):
         shard(head, "weight", 0)
         shard(head, "bias", 0)
-    blocks: set[str] = set()
-    for name, style in styles.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        shard(linear, "weight", 0 if style == "colwise" else 1)
-        if style == "colwise":
-            shard(linear, "bias", 0)
-            blocks.add(name.rpartition(".")[0])
-        else:
-            linear.__class__, linear.group = RowwiseLinear, group  # type: ignore[assignment]
-    gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
-    for name in blocks:
-        model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+    _shard_linears(model, styles, group, shard)
+    if blocks is not None:
+        _apply_derived(model, group, blocks)
+    else:
+        gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
+        for name in {name.rpartition(".")[0] for name, style in styles.items() if style == COLWISE}:
+            model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     # not from the head's weight, which a sharding engine may already have emptied
     config: Any = model.config
     vocabulary = VocabularyShard(group, rank * (config.vocab_size // tp))
-    return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary)
+    return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary, blocks is not None)
+
+
+def _shard_linears(
+    model: nn.Module,
+    styles: dict[str, str],
+    group: dist.ProcessGroup,
+    shard: Callable[[nn.Module, str, int], None],
+) -> None:
+    """Shards linear layers in place, by a function of module, parameter and dim."""
+    for name, style in styles.items():
+        linear: Any = model.get_submodule(name)
+        shard(linear, "weight", linear_sizes(linear, style)[1])
+        if style == ROWWISE:
+            linear.__class__ = RowwiseConv1D if isinstance(linear, Conv1D) else RowwiseLinear
+            linear.group = group
+            continue
+        shard(linear, "bias", 0)
+        if isinstance(linear, Conv1D):
+            linear.nf //= group.size()
+
+
+def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[str, BlockPlan]) -> None:
+    """Adds to a model with sharded linear layers what its derived plan needs besides, in place."""
+    gather, scatter = partial(_gather_inputs, group), partial(_own_positions, group)
+    for name, plan in blocks.items():
+        block = model.get_submodule(name)
+        block.register_forward_pre_hook(gather, with_kwargs=True)
+        if not plan.styles:
+            block.register_forward_hook(scatter)
+        inside = next((block.get_submodule(n) for n, style in plan.styles.items() if style == ROWWISE), None)
+        for child, style in plan.styles.items():
+            if style in SLICED:
+                assert inside is not None
+                width = linear_sizes(inside, ROWWISE)[0] * group.size()
+                slice_linear(block.get_submodule(child), style, width, rank=group.rank(), ranks=group.size())
+        scale_attributes(block, plan, group.size())
+    tokens, layers = model.get_input_embeddings(), f"{largest_list(model)}."  # type: ignore[operator]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module is not tokens and not name.startswith(layers):
+            module.register_forward_hook(scatter)  # of positions, which are those of the whole sequence
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
@@ -197,6 +301,44 @@ def _gather_input(
     if args:
         return (all_gather(args[0], group, dim=_SEQUENCE), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": all_gather(kwargs["hidden_states"], group, dim=_SEQUENCE)}
+
+
+def _gather_inputs(
+    group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gathers all hidden states among a block's arguments from [B, T / tp, D] to [B, T, D]."""
+    states = hidden_states(args, kwargs)
+
+    def whole(each: Any) -> Any:
+        if states is None or not isinstance(each, Tensor) or each.shape != states.shape:
+            return each
+        return all_gather(each, group, dim=_SEQUENCE)
+
+    return tuple(whole(each) for each in args), {key: whole(each) for key, each in kwargs.items()}
+
+
+def _own_positions(group: dist.ProcessGroup, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """Keeps this rank's positions of the output [..., T, D] of a module that runs whole, or of all such outputs."""
+    several = isinstance(output, (tuple, list))
+    shape = output[0].shape if several else output.shape
+
+    def own(each: Any) -> Any:
+        if not isinstance(each, Tensor) or each.shape != shape:
+            return each
+        return each.chunk(group.size(), dim=-2)[group.rank()]
+
+    return tuple(own(each) for each in output) if several else own(output)
+
+
+class RowwiseConv1D(Conv1D):  # type: ignore[misc]
+    """GPT-2's linear layer, with its input features sharded as in `RowwiseLinear`; the weight is [D_in / tp, D_out]."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Computes [B, T / tp, D_out] from features [B, T, D_in / tp]."""
+        out: Tensor = reduce_scatter(features @ self.weight, self.group, dim=_SEQUENCE) + self.bias
+        return out
 
 
 class RowwiseLinear(nn.Linear):
@@ -220,7 +362,7 @@ class RowwiseLinear(nn.Linear):
 def _shard_embedding(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
     """Shards an embedding by vocabulary: ids on other ranks give zeros, and the sum over ranks gives every row."""
     rows = embedding.weight.shape[0]
-    first = dist.get_rank(group) * rows
+    first = group.rank() * rows
     local_forward = embedding.forward
     if embedding.padding_idx is not None:  # the padding row gets no gradient; only one rank has it
         local_pad = embedding.padding_idx - first

@@ -127,6 +127,9 @@ def _origin(details: Mapping[str, Any]) -> Iterator[str]:
     yield from corpus_lines(details[KEY]["corpora"])
     for number, step in enumerate(details[KEY]["steps"], start=1):
         yield from step_lines(number, step)
+    if extra := details.get("extra_weights"):
+        what = f"{extra['tensors']:,} tensors that the language model does not use ({', '.join(extra['first'])}, ...)"
+        yield f"{what} are those of the model from which this one was made, unchanged.\n"
 
 
 def _title(kind: str, details: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,22 @@ from foundation.foreign_json import read_json
 from foundation.remote_folder import local_folder
 from pipeline.models.construction.buffers import buffer_shapes
 from pipeline.models.construction.counter import CPU
+from pipeline.models.construction.extra_tensors import (
+    SCALE,
+    block_size,
+    extra_of,
+    is_ignored,
+    scaled,
+    stored_extras,
+    whole,
+)
 from pipeline.models.construction.meta import parameter_shapes
 from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.models.construction.stored_names import TensorGroup, groups_of_files
-from pipeline.models.folder.text_part import text_is_nested, text_tensors
-from pipeline.models.folder.weight_files import INDEX, TensorInfo, stored_tensors
+from pipeline.models.folder.extra_weights import extra_names, layer_number
+from pipeline.models.folder.text_part import TextPart, text_is_nested, text_part
+from pipeline.models.folder.weight_files import INDEX, HfFields, stored_tensors
 
-_SCALE = "_scale_inv"
-"""Suffix of the tensor with one scale per block, beside a weight in 8-bit floating point (DeepSeek-V3)."""
-
-
-COMPUTED = re.compile(r"inv_freq$|\.attn\.(masked_)?bias$")
-"""Rotary tables and masks that old files contain; models compute them."""
 _WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Prefixes that torch.compile, DDP, DeepSpeed, peft and FSDP add to the names in modules that they wrap."""
 
@@ -49,7 +53,10 @@ class FromSafetensors:
         partial: whether the files may contain other tensors (a model that keeps only some layers).
 
     Attributes:
-        left_out: names of stored tensors that the architecture does not use, e.g. layers that predict more tokens.
+        folder: the folder on this host.
+        left_out: names in the files of tensors that the architecture does not use: layers that predict more tokens,
+            and what reads images in a multimodal model.
+        part: the tensors of a multimodal model, if `model` is its decoder; else None.
 
     Raises:
         DataError: tensors are missing or unexpected, shapes are wrong, a tied weight has other values, or
@@ -64,16 +71,19 @@ class FromSafetensors:
         rename: Callable[[str], str] = lambda name: name,
         partial: bool = False,
     ) -> None:
-        self._folder, self._model, self._rename = local_folder(folder), model, rename
-        self._stored = stored_tensors(self._folder)
-        if text_is_nested(self._folder, str(getattr(model.config, "model_type", ""))):
-            self._stored = text_tensors(self._stored)
-        self._block = _block_size(self._folder)
+        self.folder, self._model, self._rename = local_folder(folder), model, rename
+        self._stored = self._files = stored_tensors(self.folder)
+        self._config = _fields(self.folder)
+        self.part: TextPart | None = None
+        if text_is_nested(self.folder, str(getattr(model.config, "model_type", ""))):
+            self.part = text_part(self.folder, self._stored)
+            self._stored = self.part.inside
+        self._block = block_size(self.folder)
         self.left_out: list[str] = []
         self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
         parameters, buffers = parameter_shapes(model), buffer_shapes(model)
         known = {rename(name) for name in (*parameters, *buffers)}
-        scales = {name for name in self._stored if name.removesuffix(_SCALE) in self._stored.keys() - {name}}
+        scales = {name for name in self._stored if name.removesuffix(SCALE) in self._stored.keys() - {name}}
         groups = groups_of_files(model, self._stored.keys() - scales, known)
         self._group_of, shapes = self._results(groups, known)
         self._check_names(parameters, groups, known, partial=partial)
@@ -91,9 +101,13 @@ class FromSafetensors:
         """Reads a persistent buffer, in the dtype of the files; see `ParameterValues.buffer`."""
         return self._read(name) if name in self._buffers else None
 
+    def extras(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Reads the tensors of `left_out` one at a time; see `stored_extras`."""
+        return stored_extras(self.folder, self._files, self.left_out, dtype=dtype)
+
     def _read(self, name: str, box: Rectangle | None = None) -> Tensor:
         group = self._group_of[self._rename(name)]
-        if box is not None and group.converter is None and group.key + _SCALE not in self._stored:
+        if box is not None and group.converter is None and group.key + SCALE not in self._stored:
             return self._slice(group.names[0], box)
         return part(self._full(name, group), box)
 
@@ -112,10 +126,10 @@ class FromSafetensors:
         return self._last[1][self._rename(name)]
 
     def _tensor(self, name: str) -> Tensor:
-        tensor = _whole(self._stored[name])
-        if name + _SCALE not in self._stored:
+        tensor = whole(self._stored[name])
+        if name + SCALE not in self._stored:
             return tensor
-        return scaled(tensor, _whole(self._stored[name + _SCALE]), self._block)
+        return scaled(tensor, whole(self._stored[name + SCALE]), self._block)
 
     def _results(
         self, groups: list[TensorGroup], known: Collection[str]
@@ -131,7 +145,7 @@ class FromSafetensors:
                 made = group.convert(tensors, self._model)
             except (RuntimeError, ValueError, IndexError) as error:
                 why = f"{group.names[0]} and {len(tensors) - 1} more do not make {group.key}: {error}"
-                raise DataError(f"{self._folder}: {why}\n  try: download or export the folder again") from None
+                raise DataError(f"{self.folder}: {why}\n  try: download or export the folder again") from None
             of |= dict.fromkeys(made, group)
             shapes |= {name: value.shape for name, value in made.items()}
         return of, shapes
@@ -143,11 +157,15 @@ class FromSafetensors:
         used = {name for group in self._group_of.values() for name in group.names if group.key in known}
         extra = sorted({name for group in groups for name in group.names} - used)
         self._check_tied({group.key: group.names[0] for group in groups if group.converter is None})
-        self.left_out = ignored_tensors(self._model, extra)
-        extra = [] if partial else [name for name in extra if not _ignorable(name, self._model, parameters)]
+        left_out, beyond = extra_of(self._model, extra, self._config), extra_names(self._config, extra)
+        # patterns of transformers match numbers of layers, also of those that are not kept
+        left_out = [n for n in left_out if not partial or n in beyond or layer_number(n) < 0]
+        unexpected = set(extra) - set(left_out)
+        self.left_out = [self._stored[n].name for n in left_out] + list(self.part.beside if self.part else ())
+        extra = [] if partial else [n for n in sorted(unexpected) if not _ignorable(n, self._model, parameters)]
         if missing or extra:
             raise DataError(
-                f"{self._folder}: the files do not contain the model that config.json describes\n"
+                f"{self.folder}: the files do not contain the model that config.json describes\n"
                 f"  missing ({len(missing)}): {', '.join(missing[:5]) or '-'}\n"
                 f"  unexpected ({len(extra)}): {', '.join(extra[:5]) or '-'}\n"
                 f"  try: {self._remedy(missing, extra)}"
@@ -157,12 +175,19 @@ class FromSafetensors:
         """Returns a remedy that makes the names match; loading by transformers is none: it draws missing tensors."""
         wrappers = _wrappers(self._stored)
         if wrappers:
-            return _without_wrappers(self._folder, wrappers)
+            return _without_wrappers(self.folder, wrappers)
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         heads = {name for name, module in self._model.named_modules() if module is head and head is not None}
         if not extra and {name.rpartition(".")[0] for name in missing} <= heads:
             tied = '"tie_word_embeddings": true in config.json, if the head is the embedding'
             return f"{tied}; else add {', '.join(missing)} to the files"
+        layers, depth = [layer_number(name) for name in extra], self._config.get("num_hidden_layers")
+        if not missing and isinstance(depth, int) and min(layers, default=-1) >= depth:
+            total = max(layers) + 1
+            return (
+                f'"num_hidden_layers": {total} in config.json, as the files have it; a run trains the first layers with'
+                f" model.keep_layers {list(range(depth)) if depth < 9 else f'[0, ..., {depth - 1}]'}"
+            )
         return (
             "download or export config.json and the weights again, both of one model (transformers would load the"
             " folder, and draw missing tensors at random)"
@@ -179,31 +204,12 @@ class FromSafetensors:
             if one is not None and other is not None and not self._stored[one].same_values(self._stored[other]):
                 why = f"config.json ties {one} to {other}, and the files have different values for them"
                 remedy = f'"tie_word_embeddings": false in config.json, if {one} is meant; else remove it'
-                raise DataError(f"{self._folder}: {why}\n  try: {remedy}")
+                raise DataError(f"{self.folder}: {why}\n  try: {remedy}")
 
 
-def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Multiplies an fp8 weight [out, in] by its scales [ceil(out / block), ceil(in / block)]; returns fp32.
-
-    Source: DeepSeek-V3's inference/kernel.py, `weight_dequant`.
-    """
-    rows, columns = weight.shape
-    full = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return weight.float() * full
-
-
-def _whole(stored: TensorInfo) -> Tensor:
-    with safe_open(stored.file, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(stored.name)
-    return tensor
-
-
-def _block_size(folder: Path) -> tuple[int, int]:
-    """Rows and columns of a block with one scale; DeepSeek-V3's if config.json has none."""
+def _fields(folder: Path) -> HfFields:
     file = folder / "config.json"
-    fields = read_json(file) if file.is_file() else {}
-    rows, columns = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
+    return read_json(file) if file.is_file() else {}
 
 
 def _wrappers(names: Iterable[str]) -> list[str]:
@@ -239,26 +245,7 @@ def _ignorable(name: str, model: nn.Module, parameters: Mapping[str, Any]) -> bo
     tied = _tied(model)
     if name not in parameters and (name in tied or name in tied.values()):
         return True
-    return name.endswith("rotary_emb.inv_freq") or _is_ignored(model, name)
-
-
-def ignored_tensors(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Returns the names of the stored tensors that transformers ignores for the model's architecture."""
-    own = model.state_dict().keys()
-    return [name for name in names if name not in own and _is_ignored(model, name) and not COMPUTED.search(name)]
-
-
-def left_out_line(folder: str | Path, names: Sequence[str]) -> str:
-    """Returns the message about tensors that are not loaded, such as layers that predict more tokens."""
-    shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    why = "that transformers ignores for this architecture are not loaded, and are in no result or export"
-    return f"{folder}: {len(names)} tensors {why}: {shown}"
-
-
-def _is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether transformers ignores a tensor in files of this architecture."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
+    return name.endswith("rotary_emb.inv_freq") or is_ignored(model, name)
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

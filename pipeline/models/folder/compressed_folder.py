@@ -114,7 +114,8 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _tensors(folder: ModelFolder) -> dict[str, Tensor]:
-    return {name: value for file in folder.files for name, value in load_file(file).items()}
+    every = {name: value for file in folder.files for name, value in load_file(file).items()}
+    return {name: value for name, value in every.items() if name not in folder.extra}
 
 
 def rounds_inputs(args: QuantizationArgs) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:

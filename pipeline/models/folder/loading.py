@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, GenerationConfig
 from transformers.utils import logging
 
 from foundation.errors import DataError
 from foundation.gpu_drivers import refuse_unusable_gpu
-from pipeline.models.construction.stored_values import ignored_tensors, left_out_line
-from pipeline.models.folder.model_folder import ModelFolder, scheme_groups
+from pipeline.models.construction.extra_tensors import extra_of
+from pipeline.models.folder.beside_weights import GENERATION
+from pipeline.models.folder.extra_weights import extra_line, extra_names
+from pipeline.models.folder.model_folder import ModelFolder, read_config, scheme_groups
+from pipeline.models.folder.text_part import only_decoder_loads
 from pipeline.models.routers import has_experts
 
 
@@ -41,7 +44,7 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     """Loads a causal language model in evaluation mode.
 
     If only weights are quantized, they are dequantized while loading. If activations are quantized too, their rounding
-    is part of the model and stays.
+    is part of the model and stays. Of most multimodal models only the decoder is loaded.
 
     Args:
         path: a Hugging Face folder, quantized or not.
@@ -54,6 +57,8 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     logging.disable_progress_bar()  # its bars would interleave with ours
     how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
     folder = ModelFolder.open(path)
+    if only_decoder_loads(folder.config) and folder.quantized_by is None:
+        return _decoder(folder, dtype).to(device).eval()
     if needs_own_loader(folder):
         from pipeline.models.folder.compressed_folder import load_compressed  # noqa: PLC0415  imports compressed_tensors
 
@@ -72,9 +77,24 @@ def load_model(path: Path, *, dtype: torch.dtype | str = "auto", device: torch.d
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise DataError(f"{path} cannot be loaded: {error}\n  try: export the model again") from error
     check_keys(path, info)
-    if (names := ignored_tensors(model, sorted(folder.tensors))) and os.environ.get("RANK", "0") == "0":
-        print(left_out_line(path, names), file=sys.stderr, flush=True)
+    if (names := extra_of(model, sorted(folder.every), folder.config)) and os.environ.get("RANK", "0") == "0":
+        print(extra_line(path, names), file=sys.stderr, flush=True)
     return _decompressed(model.to(device).eval())
+
+
+def _decoder(folder: ModelFolder, dtype: torch.dtype | str) -> Any:
+    """Loads the decoder of a multimodal model alone."""
+    from pipeline.models.construction.materialize import materialize  # noqa: PLC0415  other folders need none of these
+    from pipeline.models.construction.meta import build_meta  # noqa: PLC0415
+    from pipeline.models.construction.stored_values import FromSafetensors  # noqa: PLC0415
+    from pipeline.models.hf_config import read_hf_config  # noqa: PLC0415
+
+    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, folder.dtype)
+    model: Any = build_meta(read_hf_config(folder.path), dtype=wanted, attn_implementation="sdpa")
+    materialize(model, FromSafetensors(folder.path, model=model), device=torch.device("cpu"))
+    if (folder.path / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder.path)
+    return model
 
 
 def needs_own_loader(folder: ModelFolder) -> bool:
@@ -118,9 +138,15 @@ def empty_model(path: Path) -> Any:
 
 
 def check_keys(path: Path, info: dict[str, Any]) -> None:
+    """Checks what transformers reports of a loaded folder.
+
+    Raises:
+        DataError: tensors are missing or unexpected, except of layers that predict more tokens, or have other shapes.
+    """
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
-            names = sorted(str(name) for name in info[what])
+        beside = extra_names(read_config(path), info[what]) if what == "unexpected_keys" else set()
+        names = sorted(str(name) for name in info[what] if name not in beside)
+        if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             word = what.removesuffix("_keys")
             raise DataError(f"{path} does not match its architecture: {word} {shown}\n  try: export the model again")

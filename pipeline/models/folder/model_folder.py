@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from foundation.errors import DataError
 from foundation.foreign_folders import what_it_is
 from foundation.foreign_json import read_json
 from foundation.remote_folder import local_folder
+from pipeline.models.folder.extra_weights import extra_names
 from pipeline.models.folder.weight_files import EXPORT, HfFields, TensorInfo, refuse_adapter, stored_tensors
 
 CONFIG = "config.json"
@@ -26,14 +27,16 @@ class ModelFolder:
     Attributes:
         path: the folder, on this host.
         config: the parsed config.json.
-        tensors: tensor name -> its header entry, over all safetensors files.
+        tensors: tensor name -> its header entry, over all safetensors files, without `extra`.
         origin: the path, or the URL that `path` is a copy of.
+        extra: tensors of layers that predict more tokens, which are no part of the language model.
     """
 
     path: Path
     config: HfFields
     tensors: dict[str, TensorInfo]
     origin: str
+    extra: dict[str, TensorInfo] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path) -> ModelFolder:
@@ -49,12 +52,19 @@ class ModelFolder:
             check_sizes(path, read_manifest(path, kind="model"))
         tensors = stored_tensors(path)
         _check_head(path, config, tensors)
-        return cls(path, config, tensors, origin)
+        beside = extra_names(config, tensors)
+        main = {name: info for name, info in tensors.items() if name not in beside}
+        return cls(path, config, main, origin, {name: tensors[name] for name in tensors if name in beside})
+
+    @property
+    def every(self) -> dict[str, TensorInfo]:
+        """All tensors of the files, `extra` included."""
+        return self.tensors | self.extra
 
     @property
     def files(self) -> list[Path]:
         """The safetensors files, by name."""
-        return sorted({info.file for info in self.tensors.values()})
+        return sorted({info.file for info in self.every.values()})
 
     @property
     def weight_bytes(self) -> int:

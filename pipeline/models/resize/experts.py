@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.config.rules.experts import CHOSEN, EXPERTS, GROUPS
 from pipeline.models.folder.weight_files import HfFields
-from pipeline.models.routers import EXPERTS
 
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Keys for the number of layers without experts at the beginning."""
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""Keys for the number of experts per token."""
-_GROUPS = ("n_group", "num_expert_group")
-"""Keys for the number of groups of experts; a token's experts are in `topk_group` of the groups."""
 _PERIODS = (
     *("decoder_sparse_step", "expert_layer_period", "moe_layer_interval", "moe_layer_freq"),
     "interleave_moe_layer_step",
@@ -22,11 +18,11 @@ _PERIODS = (
 
 def few_experts(given: HfFields) -> dict[str, int]:
     """Returns keys for four experts, two per token; if groups are chosen first, for two groups of four experts."""
-    chosen = {key: min(given[key], 2) for key in _CHOSEN if given.get(key)}
-    groups = max(given.get(key) or 1 for key in _GROUPS)
+    chosen = {key: min(given[key], 2) for key in CHOSEN if given.get(key)}
+    groups = max(given.get(key) or 1 for key in GROUPS)
     if groups == 1:
         return chosen | {key: min(given[key], 4) for key in EXPERTS if given.get(key)}
-    few = {key: 2 for key in _GROUPS if given.get(key)}
+    few = {key: 2 for key in GROUPS if given.get(key)}
     few |= {"topk_group": 1 if (given.get("topk_group") or groups) < groups else 2}
     return chosen | few | {key: min(given[key] // 2 * 2, 8) for key in EXPERTS if given.get(key)}
 

@@ -14,11 +14,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from foundation.errors import ConfigError
+from pipeline.config.rules.experts import EXPERTS
 from pipeline.models.folder.weight_files import HfFields
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.experts import DENSE_FIRST, depth_with_experts, few_experts, with_experts_inside
-from pipeline.models.routers import EXPERTS
 
 HEAD_SIZE = 8
 """Features of a head; the number of rotated features is even with partial_rotary_factor 0.25 to 1."""
@@ -43,8 +43,9 @@ _SMALL = {
     "num_nextn_predict_layers": 0,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW,
-    # keys of single architectures (GPT-J, Gemma 4, LongCat-Flash, Bailing)
+    # keys of single architectures (GPT-J, GPT-Neo, Gemma 4, LongCat-Flash, Bailing)
     "rotary_dim": HEAD_SIZE,
+    "window_size": WINDOW,
     "hidden_size_per_layer_input": HEAD_SIZE,
     "zero_expert_num": 2,
 }
@@ -92,10 +93,10 @@ def shrink(
     Raises:
         ConfigError: transformers does not accept the small sizes for this architecture.
     """
-    if global_value(config, "num_attention_heads") is None:
+    alias = config.attribute_map
+    if global_value(config, "num_attention_heads") is None and not hasattr(config, "state_size"):
         why = "it has no attention heads"
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY)
-    alias = config.attribute_map
     given = {k: v for k, v in config.to_dict().items() if k not in DERIVED}
     total = config.num_hidden_layers
     depth = max(minimum_depth(given, total, layers), depth_with_experts(given, total))
@@ -116,7 +117,10 @@ def shrink(
     }
     small |= {key: vocab_size for key in ("vocab_size_per_layer_input",) if given.get(key)}
     # CodeGen lays out its projections for four devices
-    small |= _attention(config, given, math.lcm(divide, 4) if config.model_type == "codegen" else divide)
+    if global_value(config, "num_attention_heads") is None:
+        small |= _recurrent(given, alias)
+    else:
+        small |= _attention(config, given, math.lcm(divide, 4) if config.model_type == "codegen" else divide)
     hidden = small[alias.get("hidden_size", "hidden_size")]
     small |= _widths(given, config.hidden_size, hidden, divide, depth) | few_experts(given)
     small |= {
@@ -219,6 +223,18 @@ def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFiel
     return sizes
 
 
+def _recurrent(given: HfFields, alias: dict[str, str]) -> HfFields:
+    """Returns sizes of a state-space model without attention: a width of 32; Mamba-2 has four heads per 32 features."""
+    sizes: HfFields = {alias.get("hidden_size", "hidden_size"): 4 * HEAD_SIZE}
+    sizes |= {
+        k: min(given[k], 2 * HEAD_SIZE) for k in ("state_size", "time_step_rank") if isinstance(given.get(k), int)
+    }
+    if given.get("num_heads"):
+        heads = 4 * given["expand"]
+        sizes |= {"num_heads": heads, "head_dim": HEAD_SIZE, "n_groups": math.gcd(given["n_groups"], heads)}
+    return sizes
+
+
 def _hidden_size(ratio: float, heads: int, *, unit: int) -> int:
     """Returns a multiple of `unit` near `ratio` times the width of all heads; equals that width only for ratio 1."""
     nearest = max(round(ratio * heads / unit) * unit, HEAD_SIZE)
@@ -283,10 +299,10 @@ def _widths(given: HfFields, hidden: int, small_hidden: int, divide: int, layers
 
 def _rope(given: HfFields, config: PretrainedConfig) -> HfFields:
     """Returns RoPE parameters; lists with one factor per rotated pair (longrope) are truncated to the smaller head."""
-    rope = given.get("rope_parameters")
-    if not isinstance(rope, dict):
+    rope, heads = given.get("rope_parameters"), global_value(config, "num_attention_heads")
+    if not isinstance(rope, dict) or heads is None:
         return {}
-    head_size = given.get("head_dim") or config.hidden_size // global_value(config, "num_attention_heads")
+    head_size = given.get("head_dim") or config.hidden_size // heads
 
     def truncate(value: Any) -> Any:
         if isinstance(value, dict):

@@ -49,11 +49,10 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
 
 def _text_part(prepared: PreparedRun) -> Iterator[str]:
     path, kind = prepared.run.config.model.path, str(prepared.hf_config.get("model_type"))
+    dropped = prepared.run.config.model.fresh or prepared.run.config.model.extra_weights == "drop"
+    fate = "exported alone, without what reads images" if dropped else "an export has the other parts as they were"
     if path is not None and text_is_nested(local_folder(path), kind):
-        yield (
-            f"model.path = {path} holds a model of several modalities: its decoder ({kind}) is trained and exported"
-            f" alone, without what reads images"
-        )
+        yield (f"model.path = {path} holds a model of several modalities: its decoder ({kind}) is trained, and {fate}")
 
 
 def _vocabulary(prepared: PreparedRun) -> Iterator[str]:

@@ -100,11 +100,8 @@ def test_a_layout_that_cannot_be_is_refused_by_the_name_of_its_field_before_torc
 @pytest.mark.parametrize(
     ("name", "section", "expected"),
     [
-        ("gpt2", {"pp": 2}, "transformers has no base_model_pp_plan for gpt2"),
         ("gpt2", {"cp": 8}, "ulysses splits 4 heads"),
         ("gpt2", {"tp": 2}, "this architecture cannot be pruned with tensor parallelism"),
-        ("gemma2", {"pp": 2}, "its head on its base model's output"),
-        ("gemma2", {"cp": 2}, "this architecture caps attention scores"),
     ],
 )
 def test_a_layout_that_an_architecture_has_no_plan_for_is_refused_before_processes_meet(

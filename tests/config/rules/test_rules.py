@@ -26,6 +26,10 @@ def resolved(tmp_path: Path, *sets: str, world_size: int = 1, **fields: Any) -> 
     return resolve(load_config(path, sets), world_size=world_size)
 
 
+def experts(kind: str, **fields: Any) -> str:
+    return f"model={json.dumps({'config': {'model_type': kind, **fields}})}"
+
+
 REFUSALS = [
     ("zero_optimisation.stage=2", "did you mean 'zero_optimization'"),
     ("gradient_cliping=1.0", "did you mean 'gradient_clipping'"),
@@ -69,6 +73,12 @@ REFUSALS = [
     ("model.config.vocab_size=0", "not a whole number above 0"),
     ("model.config.num_nextn_predict_layers=-1", "use 0 or more"),
     ("model.config.max_position_embeddings=16", "use at most 16"),
+    (experts("mixtral", num_local_experts=4, num_experts_per_tok=5), "use at most 4"),
+    (experts("longcat_flash", n_routed_experts=4, moe_topk=5), "use at most 4"),
+    (experts("dbrx", ffn_config={"moe_num_experts": 4, "moe_top_k": 5}), "model.config.ffn_config.moe_top_k = 5"),
+    (experts("deepseek_v3", n_routed_experts=6, n_group=4), "use 3"),
+    (experts("deepseek_v3", n_routed_experts=8, n_group=4, topk_group=5), "there are 4 groups of experts"),
+    (experts("deepseek_v3", n_routed_experts=8, n_group=4, topk_group=1, num_experts_per_tok=3), "use at most 2, or"),
     ("model.config.model_type=null", "architecture"),
     ("data.sources=[]", "data.sources"),
     ("data.sources.0.wieght=2", "did you mean 'weight'"),

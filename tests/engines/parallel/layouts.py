@@ -86,8 +86,8 @@ def fill_weights(local_model: LocalModel, model: nn.Module) -> None:
         local_model.decoder.set_parameter(name, nn.Parameter(values.value(name)))
 
 
-def sequence_shard(batch: MicroBatch, run: ResolvedRun, *, rank: int) -> MicroBatch:
-    chunks = sequence_chunks(T, cp=run.topology.cp, cp_rank=rank, zigzag=run.zigzag)
+def sequence_shard(batch: MicroBatch, run: ResolvedRun, *, rank: int, length: int = T) -> MicroBatch:
+    chunks = sequence_chunks(length, cp=run.topology.cp, cp_rank=rank, zigzag=run.zigzag)
     own = torch.tensor([position for chunk in chunks for position in chunk])
     positions = None if batch.positions is None else batch.positions[:, own]
     return MicroBatch(batch.input_ids[:, own], batch.labels[:, own], positions, batch.documents)

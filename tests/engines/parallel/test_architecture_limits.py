@@ -17,11 +17,13 @@ from pipeline.engines.parallel import decoder, ring
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.qk_clip_check import attention_logits, check_qk_clip, scales_alone
+from pipeline.models import attention as own_attention
 from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.construction import meta
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.query_key_rows import attention_heads
 from tests.engines.parallel.layouts import T, resolved
-from tests.models.architectures import CONFIGS, config_of, meta_of
+from tests.models.architectures import ADAPTED, CONFIGS, config_of, meta_of
 from tests.sweeps.families import families, tiny_fields
 
 PP2: dict[str, Any] = {"parallel": {"pp": 2}}
@@ -46,13 +48,24 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
     return build_meta(config, dtype=torch.float32, attn_implementation=attention)
 
 
+OURS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": ATTENTION_NAME}
+
+
+def sweep_config(kind: str) -> PretrainedConfig:
+    """The config of a family in the sweep over families, without a tokenizer."""
+    fields = tiny_fields(kind)
+    known = inspect.signature(CONFIG_MAPPING[fields.pop("model_type")].__init__).parameters
+    return CONFIG_MAPPING[kind](**fields, **{key: 1 for key in ("pad_token_id", "eos_token_id") if key in known})
+
+
 @pytest.mark.parametrize(
     ("model", "sections", "message"),
     [
-        (("gpt2", {}), TP2, r"no base_model_tp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.tp 1\)"),
-        (("gpt2", {}), PP2, r"no base_model_pp_plan for gpt2.*use ZeRO or FSDP2 \(parallel.pp 1\)"),
-        (("deepseek_v3", {}), TP2, r"shared_experts.* is shared by all tokens.*parallel.tp 1"),
-        (("phi3", {}), TP2, r"'(rowwise_split_input|colwise_gather_output)', which is not supported.*parallel.tp 1"),
+        (
+            ("gpt2", {}),
+            {**TP2, "optimizer": {"type": "Muon", "params": {"qk_clip": 100}}},
+            r"qk_clip = 100.*shards of gpt2 are derived.*use parallel.tp 1",
+        ),
         (
             ("llama", {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
             TP2,
@@ -61,10 +74,6 @@ def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn
         (("llama", {"intermediate_size": 49}), TP2, r"does not divide model.layers.0.mlp.gate_proj \(49\).*use 1"),
         (("llama", {"vocab_size": 97}), TP2, r"does not divide.*vocab_size \(97\).*use 1"),
         (("llama", {"num_hidden_layers": 1}), PP2, r"1 decoder layers.*use parallel.pp 1"),
-        (("granite", _SCALED), CHUNK, r"loss.chunk = 8.*other logits.*without loss.chunk"),
-        (("granite", _SCALED), PP2, r"parallel.pp = 2.*other logits"),
-        (("cohere", {}), TP2, r"parallel.tp = 2.*other logits"),
-        (("llama4_text", {"pad_token_id": 0}), {}, r"model.attn_implementation = 'sdpa'.*other logits.*eager"),
         (
             ("llama", {"attention_dropout": 0.1}),
             {},
@@ -130,13 +139,61 @@ def test_the_trial_runs_the_method_that_the_config_names(monkeypatch: pytest.Mon
         check_layout(resolved(world_size=2, **RING), meta_of("llama"))
 
 
-def test_soft_capped_attention_needs_eager() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)model.attn_implementation.*use eager"):
-        check_layout(resolved(world_size=2), built("gemma2"))
+@pytest.mark.parametrize("kind", ["flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"])
+def test_sinks_and_soft_caps_are_part_of_our_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sweep_config(kind)
+    check_layout(resolved(world_size=2, **RING, **MASKED), build_meta(config, **OURS))
+    monkeypatch.setattr(own_attention, "score_rule", lambda **_: None)
+    with pytest.raises(ConfigError, match=rf"(?s)our attention gives other logits .*tiny {kind}"):
+        check_layout(resolved(world_size=2), build_meta(config, **OURS))
+
+
+@pytest.mark.parametrize("kind", sorted(ADAPTED))
+def test_adapted_architectures_take_documents_and_context_parallelism(kind: str) -> None:
+    why = r"DeepseekV32Indexer selects keys of the whole sequence.*\n.*use ulysses"
+    with pytest.raises(ConfigError, match=why) if kind == "deepseek_v32" else contextlib.nullcontext():
+        check_layout(resolved(world_size=2, **RING, **MASKED), build_meta(config_of(kind), **OURS))
+    if kind == "deepseek_v32":
+        check_layout(resolved(world_size=2, **CP2, **MASKED), build_meta(config_of(kind), **OURS))
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_oss", "llama4_text"])
+def test_the_reference_masks_documents_that_transformers_does_not_mask(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"model_type": kind, "vocab_size": 64}
+    run = resolved(world_size=1, engine="reference", model={"config": name}, **MASKED)
+    assert own_attention.attention_of(run) == ATTENTION_NAME
+    check_layout(run, build_meta(config_of(kind), **OURS))
+    monkeypatch.setattr(own_attention, "_WITHOUT_DOCUMENTS", ())
+    with pytest.raises(ConfigError, match="mix positions by other means than attention"):
+        check_layout(run, build_meta(config_of(kind), dtype=torch.float32, attn_implementation="sdpa"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("deepseek_v4", "DeepseekV4Attention attends to keys that it compresses or selects itself"),
+        ("doge", "DogeAttention makes a mask of its own from the values"),
+        ("inkling_text", "InklingAttention adds a bias that it computes"),
+        ("trocr", "TrOCRAttention computes its scores in its own code"),
+    ],
+)
+def test_what_needs_eager_attention_is_refused_with_its_module_and_property(kind: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"our attention (fails|gives other logits).*: {why}.*\n.*eager"):
+        check_layout(resolved(world_size=2), build_meta(sweep_config(kind), **OURS))
+
+
+def test_masks_that_an_architectures_own_code_does_not_make_are_refused_with_its_module() -> None:
+    why = r"mask_documents = True\n.*other means than attention: LocalSelfAttention computes its scores in its own code"
+    with pytest.raises(ConfigError, match=why):  # its code cannot compute a document alone
+        check_layout(resolved(world_size=2, **MASKED), build_meta(sweep_config("reformer"), **OURS))
+
+
+def test_a_cap_of_the_logits_of_the_vocabulary_is_refused_where_the_head_runs_by_itself() -> None:
     eager = {"model": {"config": {"model_type": "gemma2", "vocab_size": 64}, "attn_implementation": "eager"}}
     check_layout(resolved(world_size=2, **eager), built("gemma2", attention="eager"))
-    with pytest.raises(ConfigError, match=r"(?s)loss.chunk = 8.*other logits"):  # it caps its logits too
-        check_layout(resolved(world_size=2, **eager, **CHUNK), built("gemma2", attention="eager"))
+    check_layout(resolved(world_size=2, **eager, **CHUNK), built("gemma2", attention="eager"))  # it caps its logits too
 
 
 BIDIRECTIONAL = r"(?s)sees the tokens to its right.*set model.config.is_decoder to true"
@@ -166,22 +223,20 @@ def test_end_of_text_that_is_padding_too_may_not_hide_other_tokens() -> None:
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def test_models_without_attention_heads_are_refused_as_pipelines() -> None:
-    rwkv = CONFIG_MAPPING["rwkv"](vocab_size=64, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
-    mamba = CONFIG_MAPPING["mamba2"](
-        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, n_groups=1, num_hidden_layers=2
-    )
-    for config in (rwkv, mamba):
-        model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
-        with pytest.raises(ConfigError, match=r"parallel.pp.*\n.*base_model_pp_plan"):
-            check_layout(resolved(world_size=2, **PP2), model)
+def test_a_model_that_cannot_be_shrunk_is_refused_as_a_pipeline() -> None:
+    config = CONFIG_MAPPING["rwkv"](vocab_size=64, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+    model = build_meta(config, dtype=torch.float32, attn_implementation="eager")
+    with pytest.raises(ConfigError, match=r"model_type = 'rwkv'.*\n.*it has no attention heads"):
+        check_layout(resolved(world_size=2, **PP2), model)
 
 
-def test_the_remedy_eager_names_what_eager_does_not_have() -> None:
+def test_the_remedy_eager_names_what_eager_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "is_adapted", lambda _: False)
     with pytest.raises(ConfigError, match=r"use eager \(without data\.mask_documents"):
-        check_layout(resolved(world_size=2, **MASKED), built("gemma2"))  # transformers has no sdpa for it
+        built("gptj")
+    monkeypatch.setattr(own_attention, "score_rule", lambda **_: None)
     with pytest.raises(ConfigError, match=r"use model\.attn_implementation eager and data\.mask_documents false"):
-        check_layout(resolved(world_size=2, **MASKED), built("llama4_text"))
+        check_layout(resolved(world_size=2, **MASKED), build_meta(sweep_config("gpt_oss"), **OURS))
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])
@@ -210,7 +265,7 @@ def test_what_depends_on_the_longest_position_of_a_forward_pass_is_found_by_its_
 
 
 CLIPPED: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"qk_clip": 100}}}
-NORMS = {"qwen3", "qwen3_moe", "gemma3_text"}
+BOUNDED = {"qwen3", "qwen3_moe", "gemma3_text", "gemma2"}
 LEAST_ACCEPTED = 58
 """Families of transformers 5.23 that QK-Clip takes as they are in the sweep, at least."""
 
@@ -238,7 +293,7 @@ def heads_that_do_not_scale(config: PretrainedConfig) -> list[tuple[str, int, fl
     ]
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NORMS))
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - BOUNDED))
 def test_each_head_is_scaled_exactly_and_alone(name: str) -> None:
     assert refusal(config_of(name)) is None
     assert heads_that_do_not_scale(config_of(name)) == []
@@ -252,8 +307,8 @@ def test_each_head_is_scaled_exactly_and_alone(name: str) -> None:
         ("phi", {**CONFIGS["phi"], "qk_layernorm": True}, r"q_layernorm and k_layernorm"),
         ("gemma2", {**CONFIGS["gemma"], "head_dim": 8}, r"caps its attention logits at 50"),
         ("olmo", {**CONFIGS["llama"], "clip_qkv": 4.0, "pad_token_id": 0}, r"clamps queries and keys to \+-4"),
-        ("gpt_oss", {**CONFIGS["mixtral"], "head_dim": 8}, r"attention sinks of gpt_oss"),
-        ("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 2}, r"bloom does not call headrace's own attention"),
+        ("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 2}, r"bloom computes its scores in its own code"),
+        ("deepseek_v32", ADAPTED["deepseek_v32"], r"deepseek_v32 selects the keys of every query by an indexer"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2}, r"no softmax attention was found in mamba"),
     ],
 )
@@ -277,11 +332,8 @@ def test_of_latent_attention_the_part_of_a_key_that_all_heads_share_stays() -> N
 def test_of_all_families_those_that_are_accepted_scale_every_head_alone() -> None:
     accepted, wrong = [], {}
     for kind in families():
-        fields = tiny_fields(kind)
-        known = inspect.signature(CONFIG_MAPPING[fields.pop("model_type")].__init__).parameters
-        fields |= {key: 1 for key in ("pad_token_id", "eos_token_id") if key in known}
         try:
-            config = CONFIG_MAPPING[kind](**fields)
+            config = sweep_config(kind)
             text = refusal(config)
         except Exception:  # such a model cannot be built with this attention, whatever the optimizer
             continue

@@ -36,6 +36,11 @@ BORDERS = ((3, 7, 8, 19, 24), (13,))
         *product(["llama", "llama_one_kv_head", "mistral", "gemma3_text", "gpt2"], [4], [None, BORDERS]),
         ("llama", 2, None),
         ("qwen3_moe", 2, None),
+        ("gemma2", 2, BORDERS),
+        ("gpt_oss", 4, BORDERS),
+        ("gpt_neo", 2, BORDERS),
+        ("bloom", 4, BORDERS),
+        ("deepseek_v32", 2, BORDERS),
     ],
 )
 def test_ulysses_equals_the_full_sequence(ranks: Ranks, name: str, cp: int, borders: Any) -> None:
@@ -45,6 +50,11 @@ def test_ulysses_equals_the_full_sequence(ranks: Ranks, name: str, cp: int, bord
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_ulysses_with_tensor_parallelism_equals_the_full_model(ranks: Ranks, name: str) -> None:
     compare(ranks, name, {"parallel": {"cp": 2, "tp": 2}, "loss": {"chunk": 5}}, BORDERS)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "gptj", "bloom", "mpt", "llama4_text"])
+def test_ring_attention_has_every_kind_of_attention(ranks: Ranks, name: str) -> None:
+    compare(ranks, name, {"parallel": {"cp": 2, "cp_method": "ring"}}, BORDERS)
 
 
 @pytest.mark.integration

@@ -17,6 +17,7 @@ from foundation.json_schema import NO_DEFAULT
 from foundation.section import parse
 from headrace.commands.explain import lines_of
 from headrace.commands.schema import reference
+from pipeline.engines.parallel.architecture_limits import layout_lines
 from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
 
@@ -151,3 +152,15 @@ def test_a_config_in_yaml_is_the_same_config(tmp_path: Path) -> None:
     path.write_text("output: o\nsources: [{path: x}]\ntokenizer: {train: bpe, vocab_size: 8e3}\n")
     section = KINDS["corpus"].section()
     assert parse(section, configfile.load(path)).tokenizer.vocab_size == 8000
+
+
+def test_explain_layout_prints_stages_and_shards_of_a_family_or_why_there_are_none() -> None:
+    gpt2 = run("explain", "layout", "gpt2")
+    assert "pipeline stages (derived)\n  before  transformer.wte, transformer.wpe\n  layers  transformer.h\n" in gpt2
+    assert "  transformer.h.*.attn (GPT2Attention)  c_attn qkv, c_proj rowwise\n" in gpt2
+    assert "  model.layers.*.mlp  gate_proj colwise, up_proj colwise, down_proj rowwise\n" in run(
+        "explain", "layout", "llama"
+    )
+    assert "refused: it has no attention heads" in run("explain", "layout", "rwkv")
+    with pytest.raises(ConfigError, match="no such model_type"):
+        list(layout_lines("llamma"))

@@ -2,7 +2,8 @@
 
     python -m tests.plan.fake_gpu.flex LENGTH [WINDOW]
 
-Heads as in Llama-3.1-8B, one sample, bf16. The mask is made as the decoder makes it: before the compiled layers.
+With a window, attention also has a soft cap, a bias of keys and sinks. Heads as in Llama-3.1-8B, one sample, bf16. The
+mask is made as the decoder makes it: before the compiled layers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import pipeline.plan.fake_gpu.device as fake
 from pipeline.models.attention import attend
+from pipeline.models.attention_scores import ScoreRule
 from pipeline.models.masks import make_mask
 
 HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
@@ -55,8 +57,12 @@ def main() -> None:
             torch.empty(1, heads, length, HEAD_SIZE, dtype=torch.bfloat16, device=device, requires_grad=True)
             for heads in (HEADS, KEY_HEADS, KEY_HEADS)
         )
+        rule = None
+        if window is not None:
+            sinks = torch.empty(HEADS, dtype=torch.bfloat16, device=device, requires_grad=True)
+            rule = ScoreRule(softcap=50.0, bias=torch.empty(1, HEADS, length, device=device), sinks=sinks)
         run = torch.compile(attend, fullgraph=True, dynamic=False, backend=BACKEND)
-        run(query, key, value, scale=HEAD_SIZE**-0.5, mask=mask).backward(torch.empty_like(query))
+        run(query, key, value, scale=HEAD_SIZE**-0.5, mask=mask, rule=rule).backward(torch.empty_like(query))
         found = []
         for graph in graphs:
             cubins = build_cubins(graph, capability=SM)

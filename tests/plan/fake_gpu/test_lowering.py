@@ -56,7 +56,7 @@ def test_layers_with_tensor_parallelism_or_experts_have_kernels_for_hopper_and_b
     assert {graph["backward"] for graph in layers} == {False, True}
 
 
-@pytest.mark.parametrize("window", [None, 4096], ids=["documents", "documents and window"])
+@pytest.mark.parametrize("window", [None, 4096], ids=["documents", "documents, window and rule"])
 def test_attention_over_64k_packed_tokens_has_kernels_for_hopper_and_no_tensor_of_s_x_s(window: int | None) -> None:
     command = [sys.executable, "-m", "tests.plan.fake_gpu.flex", str(LENGTH), *([str(window)] if window else [])]
     said = output_of(

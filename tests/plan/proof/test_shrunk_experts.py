@@ -60,8 +60,9 @@ def experts_of(config: PretrainedConfig) -> set[int]:
 
 def mixtures() -> list[str]:
     """The causal language models of transformers that are mixtures of experts, by their defaults or by `FIELDS`."""
-    refused = ("gemma4_assistant", "gemma4_unified_assistant")  # transformers refuses their own defaults
-    others = [kind for kind in families() if kind not in refused]
+    refused = ("gemma4_assistant", "gemma4_unified_assistant")  # transformers refuses its own defaults
+    parts = "text_config"  # a folder of several parts: the decoder of text is a kind of its own
+    others = [kind for kind in families() if kind not in refused and parts not in CONFIG_MAPPING[kind].sub_configs]
     return [kind for kind in others if kind in FIELDS or has_experts(CONFIG_MAPPING[kind]().to_dict())]
 
 

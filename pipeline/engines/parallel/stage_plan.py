@@ -1,0 +1,234 @@
+"""Finds which modules of a decoder run before its layers, the list of layers, and which modules run after them.
+
+Transformers publishes this as `base_model_pp_plan` for some architectures. For all others it is derived: a tiny model
+of the architecture runs once, and hooks record the order in which its modules are called. The derived plan is not
+trusted: the architecture trial compares loss and every gradient of the stages with those of the whole model.
+
+Names are those of the whole model, as in `named_modules`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from foundation.errors import ConfigError
+from pipeline.models.construction.initial_values import InitByName
+from pipeline.models.construction.materialize import materialize
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.hf_config import one_line
+from pipeline.models.resize.shrink import shrink
+
+REMEDY = "use ZeRO or FSDP2 for this architecture (parallel.pp 1)"
+_V, _T = 32, 16
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The parts of a decoder that pipeline stages are made of.
+
+    Attributes:
+        layers: name of the list of decoder layers.
+        before: names of the modules with parameters that run before the layers, and belong to the first stage.
+        after: names of the modules with parameters that run after the layers, head included.
+        outputs: number of values that a layer returns in a tuple, hidden states first; 0 if it returns a tensor.
+        derived: whether the plan is not transformers' own.
+    """
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    outputs: int = 0
+    derived: bool = False
+
+
+def stage_plan(model: nn.Module) -> StagePlan:
+    """Returns transformers' own plan of a whole model, or else the derived plan.
+
+    Raises:
+        ConfigError: the model cannot be divided into stages; names the module or the tensor.
+    """
+    given = _given_plan(model)
+    if given is not None:
+        return given
+    return _derived_plan(config_key(model.config))
+
+
+def base_of(causal: Any) -> nn.Module:
+    """Returns a causal model's base model, also where transformers' prefix names no module (Llama 4)."""
+    base: nn.Module = causal.base_model
+    if base is not causal:
+        return base
+    lists = (each for each in causal.children() if any(isinstance(one, nn.ModuleList) for one in each.modules()))
+    return next(lists, base)
+
+
+def largest_list(model: nn.Module) -> str | None:
+    """Returns the name of the outermost list of modules with the most parameters: the layers; None without a list."""
+    lists: dict[str, int] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
+            lists[name] = sum(p.numel() for p in module.parameters())
+    return max(lists, key=lambda name: lists[name], default=None)
+
+
+def _given_plan(model: Any) -> StagePlan | None:
+    """Reads `base_model_pp_plan`; None if there is none, or it does not assign every parameter to a stage."""
+    plan = list(getattr(model.config, "base_model_pp_plan", None) or ())
+    base, prefix = model.base_model, f"{model.base_model_prefix}."
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1:
+        return None
+    head = model.get_output_embeddings()
+    heads = {id(p) for p in head.parameters()}
+    for name, parameter in model.named_parameters():
+        planned = name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] in plan
+        if not planned and id(parameter) not in heads:
+            return None
+    at = plan.index(lists[0])
+    before, after = ([prefix + name for name in part] for part in (plan[:at], plan[at + 1 :]))
+    after += [name for name, module in model.named_modules() if module is head]
+    return StagePlan(prefix + lists[0], tuple(before), tuple(after))
+
+
+def config_key(config: Any) -> str:
+    """Returns all values of a Hugging Face config as text, a key for caches."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def config_from(key: str) -> PretrainedConfig:
+    """Makes the config of a `config_key`."""
+    fields = json.loads(key)
+    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    return config
+
+
+@cache
+def _derived_plan(key: str) -> StagePlan:
+    """Derives the plan of an architecture from a tiny model; cached by config."""
+    small = shrink(config_from(key), divide=1, layers=2, vocab_size=_V)
+    tiny = build_meta(small, dtype=torch.float32, attn_implementation="eager")
+    materialize(tiny, InitByName(tiny, seed=0), device=torch.device("cpu"))
+    return _Derivation(tiny.eval()).plan()
+
+
+class _Derivation:
+    """Derives the plan of a tiny model by running it.
+
+    Args:
+        model: a tiny model on the CPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._kind = model, model.config.model_type  # type: ignore[union-attr]
+        found = largest_list(model)
+        if found is None:
+            raise self._refused("it has no list of layers")
+        self._list = found
+        self._layers: list[nn.Module] = list(model.get_submodule(self._list))  # type: ignore[call-overload]
+        self._called: list[int] = []
+        self._done: dict[str, set[int]] = {}
+        self._tuples: set[int] = set()
+        self._handed_on: list[Tensor] = []
+
+    def plan(self) -> StagePlan:
+        """Runs the model and returns its plan."""
+        self._refuse_shared_layers()
+        self._run()
+        if self._called != list(range(len(self._layers))):
+            raise self._refused(f"its layers {self._list} do not run once each, in order")
+        if len(self._tuples) != 1:
+            raise self._refused(f"its layers {self._list} return different kinds of values")
+        before, after = [], []
+        for name, done in self._parts().items():
+            if done <= {0}:
+                before.append(name)
+            elif done == {len(self._layers)}:
+                after.append(name)
+            else:
+                raise self._refused(f"its module {name} runs between the layers, or before and after them")
+        return StagePlan(self._list, tuple(before), tuple(after), self._tuples.pop(), derived=True)
+
+    def _run(self) -> None:
+        hooks = [self._hook(name, module) for name, module in self._outside() if module._parameters]
+        hooks += [
+            layer.register_forward_hook(self._layer_hook(i), with_kwargs=True) for i, layer in enumerate(self._layers)
+        ]
+        try:
+            with torch.no_grad():
+                self._model(input_ids=torch.arange(_T)[None] % _V, use_cache=False)
+        except ConfigError:
+            raise
+        except Exception as error:  # each architecture fails in its own way
+            raise self._refused(f"transformers' own forward pass fails on a tiny model: {one_line(error)}") from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, name: str, module: nn.Module) -> Any:
+        def called(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._done.setdefault(name, set()).add(len(self._called))
+
+        return module.register_forward_hook(called)
+
+    def _layer_hook(self, index: int) -> Any:
+        def called(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._called.append(index)
+            several = isinstance(output, (tuple, list))
+            self._tuples.add(len(output) if several else 0)
+            states = output[0] if several else output
+            if any(each is other for each in (*args, *kwargs.values()) for other in self._handed_on):
+                raise self._refused(f"layers of {self._list} hand on more than hidden states, which stages do not send")
+            self._handed_on += [each for each in (output[1:] if several else ()) if isinstance(each, Tensor)]
+            wanted = (1, _T, self._model.config.hidden_size)  # type: ignore[union-attr]
+            for each in (states, *args[:1]):
+                if isinstance(each, Tensor) and each.shape != wanted:
+                    shape = f"{tuple(each.shape)}, not {wanted} [B, T, D]"
+                    raise self._refused(f"hidden states of {self._list} are {shape}")
+
+        return called
+
+    def _outside(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields all modules outside of the layers."""
+        within = (self._list, f"{self._list}.")
+        for name, module in self._model.named_modules():
+            if name != within[0] and not name.startswith(within[1]):
+                yield name, module
+
+    def _parts(self) -> dict[str, set[int]]:
+        """Maps modules with parameters outside of the layers to the numbers of layers done when they are called.
+
+        A module that is not called counts as before the layers if it is listed before them.
+        """
+        parts: dict[str, set[int]] = {}
+        end, listed = len(self._layers), False
+        for name, module in self._model.named_modules():
+            listed |= name == self._list
+            if not module._parameters or name.startswith(f"{self._list}."):
+                continue
+            if any(p is not None for p in module._parameters.values()):
+                if not name or module is base_of(self._model):
+                    key = next(key for key, p in module._parameters.items() if p is not None)
+                    raise self._refused(f"its parameter {f'{name}.{key}'.strip('.')} belongs to no module of a stage")
+                parts[name] = self._done.get(name, {end if listed else 0})
+        return parts
+
+    def _refuse_shared_layers(self) -> None:
+        owners: dict[int, int] = {}
+        for index, layer in enumerate(self._layers):
+            for name, parameter in layer.named_parameters():
+                if owners.setdefault(id(parameter), index) != index:
+                    first = owners[id(parameter)]
+                    raise self._refused(f"its layers {first} and {index} share {name}, and may be in different stages")
+
+    def _refused(self, why: str) -> ConfigError:
+        why = f"{self._kind} has no base_model_pp_plan, and none can be derived: {why}"
+        return ConfigError("parallel.pp", why=why, remedy=REMEDY)

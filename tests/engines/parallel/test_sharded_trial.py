@@ -1,0 +1,205 @@
+"""Layouts proven on a tiny model: stages (also derived ones) and tensor-parallel ranks have its loss and gradients."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from foundation.errors import ConfigError
+from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel import collectives, stages, tensor
+from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.architecture_trial import random_model
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.own_head import OwnHead
+from pipeline.engines.parallel.sharded_trial import LossGradients, whole_gradients
+from pipeline.engines.parallel.simulated_ranks import run_ranks
+from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
+from pipeline.engines.parallel.tensor_plan import BlockPlan, derived_blocks
+from pipeline.models.attention import ATTENTION_NAME
+from pipeline.models.construction.meta import build_meta
+from tests.engines.parallel.layouts import resolved
+from tests.models.architectures import batch_of
+from tests.sweeps.families import tiny_fields
+
+DERIVED = ("gpt2", "lfm2", "mamba2", "nemotron_h")
+EAGER = ("bloom", "llama4_text", "openai-gpt", "opt")
+HEADS = {
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 8.0},
+}
+
+
+def config(kind: str, **fields: Any) -> Any:
+    return AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, **fields})
+
+
+def check(kind: str, *, eager: bool = False, **parallel: int) -> None:
+    """Checks a tiny model in a layout."""
+    made = config(kind)
+    model = {"config": tiny_fields(kind), "attn_implementation": "eager" if eager else "sdpa"}
+    on_meta = build_meta(made, dtype=torch.float32, attn_implementation="eager" if eager else ATTENTION_NAME)
+    check_layout(resolved(world_size=2, model=model, parallel=parallel), on_meta)
+
+
+@pytest.mark.parametrize("kind", [*DERIVED, *EAGER])
+def test_a_family_without_a_plan_is_proven_in_two_stages(kind: str) -> None:
+    began = time.process_time()
+    check(kind, eager=kind in EAGER, pp=2)
+    assert time.process_time() - began < 15  # at most 3 s on an idle machine
+
+
+def test_the_plan_lists_modules_in_the_order_of_a_forward_pass() -> None:
+    model = build_meta(config("gpt2"), dtype=torch.float32, attn_implementation="eager")
+    found = stage_plan(model)
+    assert found == StagePlan(
+        "transformer.h", ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head"), derived=True
+    )
+    llama = build_meta(config("llama"), dtype=torch.float32, attn_implementation="eager")
+    assert stage_plan(llama) == StagePlan("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("zamba2", r"layers 1 and 3 share shared_transformer\.self_attn\.q_proj\.weight"),
+        ("gemma3n_text", r"hidden states of model\.layers are \(4, 1, 16, 32\), not \(1, 16, 32\)"),
+        ("zaya", r"layers of model\.layers hand on more than hidden states"),
+    ],
+)
+def test_a_family_that_no_plan_divides_is_refused_with_the_module_or_tensor(kind: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)parallel\.pp.*none can be derived: .*{why}.*parallel\.pp 1"):
+        check(kind, pp=2)
+
+
+def test_a_plan_with_a_module_on_the_wrong_side_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = StagePlan("transformer.h", ("transformer.wte", "transformer.ln_f"), ("transformer.wpe", "lm_head"))
+    monkeypatch.setattr(stages, "stage_plan", lambda _model: wrong)
+    with pytest.raises(
+        ConfigError, match=r"(?s)parallel.pp = 2.*pipeline stages of one layer each give another result.*the loss is"
+    ):
+        check("gpt2", pp=2)
+
+
+def test_a_gradient_that_differs_is_named() -> None:
+    one = LossGradients(2.0, {"a": torch.ones(3), "b": torch.full((2,), 1e-9)})
+    assert LossGradients(2.0, {"a": torch.ones(3), "b": torch.zeros(2)}).difference(one) is None
+    assert LossGradients(2.0, {"a": torch.tensor([1, 1, 1.01])}).difference(one) == "the gradient of a differs"
+    assert LossGradients(2.0, {}).difference(one) == "the gradient of a differs"
+    assert LossGradients(2.1, one.gradients).difference(one) == "the loss is 2.1000 instead of 2.0000"
+    assert "gradient of b" in str(LossGradients(2.0, {**one.gradients, "b": torch.ones(2)}).difference(one))
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_loss_of_a_head_with_its_own_function_is_the_models(kind: str, chunk: int | None) -> None:
+    model, batch = random_model(config(kind, **HEADS[kind])), batch_of(length=24)
+    expected = whole_gradients(model, batch.input_ids)
+    results = {}
+    for own in (True, False):
+        model.zero_grad()
+        layout = DecoderLayout(own_attention=False, chunk=chunk or 24, own_head=own)
+        targets = replace(batch, labels=batch.input_ids)
+        total = Decoder(model, layout, parameter_owners(model))(batch.input_ids, targets, CrossEntropy())[0]
+        total.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results[own] = LossGradients(float(total.detach()), gradients).difference(expected)
+    assert results[True] is None
+    assert results[False] is not None  # the plain product is another model
+
+
+def test_what_runs_before_the_head_is_the_models() -> None:
+    model = random_model(config("minicpm3", dim_model_base=16))
+    hidden = torch.ones(1, 2, 64)
+    assert torch.allclose(OwnHead(model).head_input(hidden), hidden / 4)
+
+
+def test_tensor_parallel_ranks_are_simulated_and_a_wrong_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("llama", "cohere", "nanochat"):
+        check(kind, tp=2)
+    wrong = r"(?s)parallel.tp = 2.*two tensor-parallel ranks give another result.*"
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor.RowwiseLinear, "product", lambda self, x: 2 * nn.functional.linear(x, self.weight))
+        with pytest.raises(ConfigError, match=wrong + "(the loss is|the gradient of)"):
+            check("llama", tp=2)
+    monkeypatch.setattr(  # the other rank's part of every gradient is lost
+        collectives._AllGather, "backward", lambda ctx, grad: (grad.chunk(2, 1)[ctx.group.rank()], None, None)
+    )
+    with pytest.raises(ConfigError, match=wrong + r"the gradient of model\.\S+ differs"):
+        check("llama", tp=2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "olmoe", "deepseek_v3", "phi3", "lfm2", "nemotron_h", "gpt_bigcode", "longcat_flash", "opt"]
+)
+def test_a_family_without_a_usable_plan_is_proven_in_two_tensor_parallel_ranks(kind: str) -> None:
+    began = time.process_time()
+    check(kind, tp=2)
+    assert time.process_time() - began < 15  # at most 3 s on an idle machine
+
+
+def blocks(kind: str, *, tp: int) -> dict[str, BlockPlan]:
+    return derived_blocks(build_meta(config(kind), dtype=torch.float32, attn_implementation="eager"), tp=tp)
+
+
+def test_linear_layers_are_sharded_by_shape_position_and_use() -> None:
+    gpt2 = blocks("gpt2", tp=2)
+    assert gpt2["transformer.h.3.attn"].styles == {"c_attn": "qkv", "c_proj": "rowwise"}
+    assert ("", "split_size") in gpt2["transformer.h.3.attn"].scaled
+    assert gpt2["transformer.h.3.mlp"] == BlockPlan({"c_fc": "colwise", "c_proj": "rowwise"})
+    latent = blocks("deepseek_v3", tp=2)["model.layers.0.self_attn"].styles
+    assert [name for name, style in latent.items() if style == "whole"] == ["q_a_proj", "kv_a_proj_with_mqa"]
+    assert blocks("gpt_bigcode", tp=2)["transformer.h.0.attn"].styles["c_attn"] == "one key head"
+
+
+def test_a_block_runs_whole_if_a_norm_needs_all_heads_or_tp_does_not_divide_them() -> None:
+    assert blocks("olmoe", tp=2) == {f"model.layers.{n}.self_attn": BlockPlan({}) for n in range(4)}
+    eight = blocks("gpt2", tp=8)  # of 4 heads
+    assert {plan.styles == {} for plan in eight.values()} == {True}
+    assert blocks("gpt2", tp=4)["transformer.h.0.attn"].styles
+
+
+@pytest.mark.parametrize("wrong", [{"c_attn": "colwise"}, {"c_attn": "halves"}, {"c_attn": "one key head"}])
+def test_a_wrong_way_to_shard_a_fused_projection_is_refused(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+        found = derived_blocks(model, tp=tp)
+        return {n: replace(p, styles={**p.styles, **wrong}) if "c_attn" in p.styles else p for n, p in found.items()}
+
+    monkeypatch.setattr(tensor, "derived_blocks", changed)
+    with pytest.raises(ConfigError, match=r"(?s)parallel.tp = 2.*two tensor-parallel ranks (fails|give another)"):
+        check("gpt2", tp=2)
+
+
+def test_a_base_model_that_adds_inputs_of_the_whole_sequence_is_refused_with_tp() -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)parallel\.tp = 2.*two tensor-parallel ranks fails on a tiny gemma4_text"
+    ):
+        check("gemma4_text", tp=2)
+
+
+def test_simulated_ranks_exchange_tensors_and_hand_on_the_first_error() -> None:
+    def sums(group: Any) -> tuple[list[float], list[float]]:
+        own = torch.tensor([group.rank() + 1.0])
+        whole = collectives.all_gather(own, group, dim=0)
+        part = collectives.reduce_scatter(whole, group, dim=0)
+        torch.distributed.all_reduce(own, group=group)
+        return whole.tolist(), [*part.tolist(), *own.tolist()]
+
+    assert run_ranks(2, sums) == [([1.0, 2.0], [2.0, 3.0]), ([1.0, 2.0], [4.0, 3.0])]
+
+    def fails(group: Any) -> None:
+        if group.rank() == 1:
+            raise ValueError("of rank 1")
+        torch.distributed.all_reduce(torch.ones(1), group=group)
+
+    with pytest.raises(ValueError, match="of rank 1"):
+        run_ranks(2, fails)
