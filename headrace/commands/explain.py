@@ -9,6 +9,7 @@ from foundation.command_line import complete_with
 from foundation.config_kinds import KINDS, example_file, keys, parts_of
 from foundation.errors import ConfigError
 from foundation.json_schema import NO_DEFAULT, Key, as_json
+from foundation.paths import FOLDER
 from foundation.section import suggest
 
 _TEXT = """\
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _TEXT
     key = parser.add_argument("key", metavar="KEY", nargs="?", default="", help="e.g. run.keep_every")
     complete_with(key, _complete)
-    text = "after layout: a model_type of transformers (gpt2), or a Hugging Face folder"
-    parser.add_argument("family", metavar="FAMILY", nargs="?", help=text)
+    text = "after layout: a Hugging Face folder, or a model_type of transformers (gpt2)"
+    parser.add_argument("family", metavar="FAMILY", nargs="?", type=FOLDER, help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from foundation.directory import write_manifest
 from pipeline.runtime.metrics.journal import Journal
+from pipeline.runtime.metrics.times import iso_time
 from tests.evaluation.heldout.small import make_model
 
-TOKENS_PER_STEP = 1000
+TOKENS_PER_STEP, SECONDS_PER_STEP = 1000, 0.5
 
 
 def make_run(path: Path, *, steps: int, distilled: bool = False, planned: int | None = None, **config: Any) -> Path:
@@ -23,7 +25,8 @@ def make_run(path: Path, *, steps: int, distilled: bool = False, planned: int | 
     details = {"step": steps, "steps": planned or steps, "finished": planned is None}
     write_manifest(path, kind="run", config=made_with, parents=parents, details=details)
     journal = Journal(path, from_step=0)
-    journal.write("event", 0, event="started", world_size=2)
+    began = time.time() - SECONDS_PER_STEP * steps  # rows that are written in one millisecond would take no time
+    journal.write("event", 0, time=iso_time(began), event="started", world_size=2)
     for step in range(1, steps + 1):
         loss = 2 + 4 * math.exp(-5 * step / steps) + 0.05 * math.sin(step)
         parts = {"cross_entropy": loss, "kl": loss / 4} if distilled else {}
@@ -37,7 +40,8 @@ def make_run(path: Path, *, steps: int, distilled: bool = False, planned: int | 
 
 def _row(step: int, *, loss: float) -> dict[str, float]:
     count = {"samples": 4 * step, "tokens": TOKENS_PER_STEP * step}
-    return {**count, "loss": loss, "lr": 1e-3 / step, "grad_norm": 1 / step, "seconds": 0.5, "tokens_per_second": 2000}
+    speed = {"seconds": SECONDS_PER_STEP, "tokens_per_second": 2000}
+    return {**count, "loss": loss, "lr": 1e-3 / step, "grad_norm": 1 / step, **speed}
 
 
 @pytest.fixture(scope="session")
