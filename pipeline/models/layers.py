@@ -92,10 +92,16 @@ def global_value(config: PretrainedConfig, key: str) -> Any:
     return config.to_dict().get(config.attribute_map.get(key, key))
 
 
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
+"""Transformers' `layer_types` of layers whose cost does not grow with the sequence: recurrent ones, and MLPs alone."""
+
+
 def attention_widths(config: PretrainedConfig) -> list[int]:
-    """Returns heads x head size of every layer; zeros for a model without attention heads."""
+    """Returns heads x head size of every layer; zeros for a layer or a model without attention heads."""
     layers: Any = config.per_layer_config if differ(config) else [config] * config.num_hidden_layers
-    return [_attention_width(layer) for layer in layers]
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
+    without = {number for number, kind in kinds if kind in _WITHOUT_ATTENTION}
+    return [0 if number in without else _attention_width(layer) for number, layer in enumerate(layers)]
 
 
 def _attention_width(config: Any) -> int:

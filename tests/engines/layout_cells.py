@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.engines.comparison import EXPERTS
+from tests.parity.matrix import model_of
+from tests.sweeps.families import tiny_fields
 
 Keys = dict[str, Any]
 Tier = tuple[pytest.MarkDecorator, ...]
@@ -54,6 +56,11 @@ def zero(**fields: Any) -> Keys:
 
 def model(**fields: Any) -> Keys:
     return {"model": fields}
+
+
+def family(kind: str) -> Keys:
+    """A family's model of the sweep over families, in the place of the usual one."""
+    return {"model": {**dict.fromkeys(model_of({"tied": True})), **tiny_fields(kind), "vocab_size": 64}}
 
 
 def optimizer(kind: str, **params: Any) -> Keys:
@@ -114,6 +121,7 @@ MIXTRAL = model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
 SHARED_EXPERT = merged(MLA, model(moe_intermediate_size=32, n_shared_experts=1, rope_interleave=False))
 GROUPED = model(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, n_shared_experts=1, v_head_dim=8)
 DEEPSEEK = reduce(merged, (GROUPED, UNTIED, model(moe_intermediate_size=16)), MLA)
+MASKED = {"data": {"sources": [{"path": "none"}], "sequence_length": 32, "mask_documents": True}}
 DENSE_FIRST = merged(DEEPSEEK, model(num_hidden_layers=4, first_k_dense_replace=3))
 GLM = merged(
     model(model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
@@ -469,6 +477,41 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 1, dp 2 x tp 2": at(1, micro=2, shares=[3, 1], tp=2),
             "stage 1, pp 2 x dp 2": at(1, tier=CI, shares=[3, 1], pp=2),
             "stage 0, pp 2 x dp 2, auto": at(0, shares="auto", pp=2),
+        },
+    },
+    "recurrent blocks": {  # documents apart, one or two heads of each rank
+        ("torch", 2): {
+            "stage 3, cp 2, qwen3_next": at(3, family("qwen3_next"), MASKED, tier=CI, cp=2),
+            "cp 2, ring, full, kimi_linear": at(2, family("kimi_linear"), MASKED, RING, FULL, cp=2),
+            "cp 2, falcon_h1": at(3, family("falcon_h1"), MASKED, cp=2),
+            "cp 2, ring, lfm2": at(3, family("lfm2"), MASKED, RING, cp=2),
+            "cp 2, nemotron_h": at(3, family("nemotron_h"), MASKED, cp=2),
+            "cp 2, bamba, one document": at(0, family("bamba"), cp=2),
+            "cp 2, whole, jamba": at(3, family("jamba"), MASKED, cp=2),
+            "cp 2, whole, zaya": at(3, family("zaya"), MASKED, cp=2),
+            "stage 3, mamba2": at(3, family("mamba2"), MASKED, SELECTIVE),
+            "tp 2, qwen3_next": at(0, family("qwen3_next"), MASKED, tp=2),
+            "tp 2, nemotron_h": at(3, family("nemotron_h"), tp=2),
+            "tp 2, falcon_h1": at(0, family("falcon_h1"), MASKED, tp=2),
+            "tp 2, lfm2, selective": at(0, family("lfm2"), MASKED, SELECTIVE, tp=2),
+            "tp 2, kimi_linear": at(0, family("kimi_linear"), tp=2),
+            "pp 2, bamba": at(0, family("bamba"), MASKED, FULL, pp=2),
+            "compiled, cp 2, bamba": at(3, family("bamba"), MASKED, FULL, AOT, cp=2),
+        },
+        ("torch", 4): {"cp 2, tp 2, ring, bamba": at(3, family("bamba"), MASKED, RING, cp=2, tp=2)},
+        ("deepspeed", 2): {
+            "stage 1, tp 2, bamba": at(1, family("bamba"), MASKED, tier=CI, tp=2),
+            "stage 3, cp 2, qwen3_next": at(3, SMALL, family("qwen3_next"), MASKED, cp=2),
+            "stage 3, cp 2, kimi_linear": at(3, SMALL, family("kimi_linear"), MASKED, FULL, cp=2),
+            "stage 2, cp 2, ring, nemotron_h": at(2, family("nemotron_h"), MASKED, RING, cp=2),
+            "stage 1, cp 2, falcon_h1": at(1, family("falcon_h1"), MASKED, cp=2),
+            "stage 3, cp 2, lfm2": at(3, SMALL, family("lfm2"), MASKED, cp=2),
+            "stage 3, bamba": at(3, SMALL, family("bamba"), MASKED),
+            "stage 0, tp 2, qwen3_next": at(0, family("qwen3_next"), MASKED, tp=2),
+            "stage 1, tp 2, nemotron_h": at(1, family("nemotron_h"), MASKED, tp=2),
+            "stage 1, tp 2, falcon_h1": at(1, family("falcon_h1"), tp=2),
+            "stage 1, tp 2, lfm2": at(1, family("lfm2"), MASKED, tp=2),
+            "stage 1, tp 2, kimi_linear": at(1, family("kimi_linear"), MASKED, tp=2),
         },
     },
     "padding": {  # three data ranks for 8 samples: in the last micro-batch of rank 2 no row has a target

@@ -43,15 +43,21 @@ from pipeline.models.construction.initial_values import InitByName, OwnBuffers, 
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.hf_config import resolve_hf_config
+from pipeline.models.masks import positions_in_documents
 from pipeline.run.task_evaluation import TaskEvaluation
 from tests.parity.matrix import model_of
 
 CPU = torch.device("cpu")
 SAMPLES, LENGTH, VOCABULARY, SAVED, LAST = 8, 32, 64, 2, 4
 MODEL = {**model_of({"tied": True}), "vocab_size": VOCABULARY}
+WITHOUT_CACHE = frozenset(
+    ("bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_next", "zaya")
+)
+"""Families of the cells for whose recurrent layers decoding makes no cache: prompts are not continued."""
 SAME = (
     "attn_implementation",
     "bf16",
+    "data",
     "fp16",
     "fp8",
     "loss",
@@ -183,6 +189,8 @@ def step_batch(run: ResolvedRun, step: int) -> StepBatch:
     chunks = sequence_chunks(LENGTH, cp=run.topology.cp, cp_rank=coordinates["cp"], zigzag=run.zigzag)
     shard = torch.tensor([position for chunk in chunks for position in chunk])
     micros = []
+    begins = torch.rand(SAMPLES, LENGTH, generator=generator) < 0.1
+    documents = begins.cumsum(1, dtype=torch.int32) if run.config.data.mask_documents else None
     shares, dp_rank = shares_of(run, step), coordinates["dp"]
     for number in range(run.batch.accumulation if shares is None else len(shares.sizes[dp_rank])):
         first, size = (number * run.batch.dp + dp_rank) * run.batch.micro, run.batch.micro
@@ -192,7 +200,10 @@ def step_batch(run: ResolvedRun, step: int) -> StepBatch:
         rows = torch.arange(first, first + size)
         padding, rows = rows >= SAMPLES, rows.clamp(max=SAMPLES - 1)
         own_labels = labels[rows][:, shard].masked_fill(padding[:, None], IGNORE)
-        micros.append(MicroBatch(tokens[rows, :-1][:, shard].contiguous(), own_labels))
+        masks: list[Tensor] = []
+        if documents is not None:
+            masks = [positions_in_documents(documents[rows])[:, shard], documents[rows]]
+        micros.append(MicroBatch(tokens[rows, :-1][:, shard].contiguous(), own_labels, *masks))
     return StepBatch(step, micros, int((labels != IGNORE).sum()))
 
 
@@ -234,6 +245,7 @@ def task_results(run: ResolvedRun, engine: Any) -> tuple[tuple[float, ...], tupl
     tasks = TaskEvaluation(run, (), engine, rank, engine._device)
     nats = tasks.nats(EncodedTask(section, questions[0], tuple(ranked), targets, 0, None))
     half, continues = run.config.bf16.enabled or run.config.fp16.enabled, run.topology.pp * run.topology.cp == 1
+    continues = continues and run.config.model.config["model_type"] not in WITHOUT_CACHE
     if half or not continues:  # in half precision a likeliest token is sometimes another one's equal
         return tuple(nats), ()
     task = EncodedTask(section, questions[1], tuple(prompts), np.zeros(3, dtype=np.int64), 0, None)

@@ -29,6 +29,7 @@ from pipeline.engines.parallel.partition import pipeline_stages
 from pipeline.engines.parallel.qk_clip_check import check_qk_clip
 from pipeline.engines.parallel.quantization_aware import check_quantization_aware
 from pipeline.engines.parallel.random_numbers import check_random_numbers
+from pipeline.engines.parallel.recurrent import recurrent_blocks
 from pipeline.engines.parallel.stage_plan import stage_plan
 from pipeline.engines.parallel.stages import StageLayers, layer_list
 from pipeline.engines.parallel.tensor import check_tp_plan, uses_given_plan
@@ -155,9 +156,11 @@ def _shard_lines(model: nn.Module) -> Iterator[str]:
     for name, style in check_tp_plan(model, tp=2).items() if given else ():
         block, _, linear = name.rpartition(".")
         blocks.setdefault(BlockKind.of(block, model).name, {})[linear] = style
+    heads = recurrent_blocks(model)
     for name, plan in ({} if given else derived_blocks(model, tp=2)).items():
         kind = BlockKind.of(name, model.get_submodule(name))
-        blocks[f"{kind.name} ({kind.module})"] = dict(plan.styles)
+        divided = {"heads": "divided, with whole weights"} if heads.get(name) else {}
+        blocks[f"{kind.name} ({kind.module})"] = divided or dict(plan.styles)
     for block, styles in blocks.items():
         yield f"  {block}  {', '.join(f'{name} {style}' for name, style in styles.items()) or 'whole on every rank'}"
     yield "  embedding and head  over the vocabulary"

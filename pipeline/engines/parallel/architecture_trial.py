@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.experts import apply_expert_parallel
+from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, recurrent_blocks
+from pipeline.engines.parallel.recurrent_trial import sequence_gradients
 from pipeline.engines.parallel.ring import RingInOneProcess
 from pipeline.engines.parallel.sharded_trial import LossGradients, rank_gradients, stage_gradients, whole_gradients
 from pipeline.engines.parallel.stage_plan import config_from, config_key
@@ -45,6 +47,9 @@ from pipeline.models.routers import has_experts
 TOLERANCE = 1e-4
 """Largest difference in fp32, as a share of the largest logit. A different order of summation differs by 1e-6, a
 different formula by 1e-2."""
+
+_ROUNDING = 1e-6
+"""Largest change of logits that must not change at all, as a share of the largest logit."""
 
 _V, _T = 32, 16
 _BOUNDARY = 6
@@ -70,7 +75,9 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
     has_heads = global_value(config, "num_attention_heads") is not None
     fp8 = run.config.fp8.enabled and run.config.fp8.experts and has_experts(config.to_dict())
     needed = separate_head or masks or topology.cp > 1 or topology.ep > 1 or fp8 or (own and has_heads)
-    tiny = _tiny_model(config, attention, length=run.config.data.sequence_length, needed=needed, tp=topology.tp)
+    tiny = _tiny_model(
+        config, attention, length=run.config.data.sequence_length, needed=needed, ranks=max(topology.tp, topology.cp)
+    )
     if tiny is None:
         return
     _check_causal(run, config, tiny)
@@ -94,11 +101,20 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         tiny.compare("fp8.experts", True, "our product of experts", remedy, tiny.exchanged_logits)
     if topology.tp > 1:
         tiny.compare_ranks(replace(layout, chunk=run.config.loss.chunk and _T // 2), topology.tp)
-    if (masks or topology.cp > 1) and tiny.attends_across_documents(layout):
+    if masks or topology.cp > 1:
+        _check_documents(run, tiny, layout)
+
+
+def _check_documents(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayout) -> None:
+    """Tries a document mask, and a sequence divided over ranks."""
+    topology, masks, config = run.topology, run.config.data.mask_documents, tiny._config
+    if tiny.attends_across_documents(layout):
         field, value = ("data.mask_documents", True) if masks else ("parallel.cp", topology.cp)
         why = f"layers of {config.model_type} mix positions by other means than attention"
         why += why_eager(tiny._build("eager"))
         raise ConfigError(field, value, why=why, remedy=f"set {field} to {'false' if masks else 1}")
+    if topology.cp > 1:
+        tiny.compare_sequence_ranks(layout, topology.cp, zigzag=run.zigzag)
 
 
 def _check_own_attention(run: ResolvedRun, tiny: _TinyModel, layout: DecoderLayout) -> None:
@@ -140,14 +156,16 @@ def _has_separate_head(key: str) -> bool:
     return True
 
 
-def _tiny_model(config: PretrainedConfig, attention: str, *, length: int, needed: bool, tp: int) -> _TinyModel | None:
+def _tiny_model(
+    config: PretrainedConfig, attention: str, *, length: int, needed: bool, ranks: int
+) -> _TinyModel | None:
     """Builds a tiny model of the architecture; None if this fails and the layout does not need it.
 
     Raises:
         ConfigError: the tiny model cannot be built, and the layout needs it.
     """
     try:
-        divide = min(tp, 2)  # of the heads; two ranks are tried
+        divide = min(ranks, 2)  # of the heads; two ranks are tried
         return _TinyModel(shrink(config, divide=divide, layers=2, vocab_size=_V, lengths=(length, _T)), attention)
     except ConfigError:
         if needed:
@@ -227,6 +245,10 @@ class _LogitsRecorder:
         return torch.cat(self.chunks, 1)
 
 
+SLOW_DECAY = ("A_log", "recurrent_param")
+"""Parameters of recurrent layers. In trials their states decay slowly, so that no decay hides an earlier document."""
+
+
 class RandomValues(OwnBuffers):
     """Random weights seeded by name, equal in two models; none is 0 or 1, with which many operations do nothing."""
 
@@ -237,6 +259,8 @@ class RandomValues(OwnBuffers):
         shape = self._shapes[name]
         generator = torch.Generator().manual_seed(sum(name.encode()) + len(name))
         drawn = torch.randn(shape, generator=generator)
+        if name.endswith(SLOW_DECAY):
+            return part(0.2 * drawn - 4.0, box).to(device)
         return part(1.0 + 0.2 * drawn if len(shape) < 2 else drawn * (2.0 / shape[-1] ** 0.5), box).to(device)
 
 
@@ -320,10 +344,36 @@ class _TinyModel:
             "tp", tp, "two tensor-parallel ranks", lambda: rank_gradients(model, values, layout, self._two, ranks=2)
         )
 
-    def _compare_gradients(self, axis: str, size: int, what: str, compute: Callable[[], LossGradients]) -> None:
+    def compare_sequence_ranks(self, layout: DecoderLayout, cp: int, *, zigzag: bool) -> None:
+        """Raises ConfigError if loss or a gradient of a model with recurrent blocks differs with two cp ranks.
+
+        The sequence is two packed documents, as on the one rank with which they are compared.
+        """
+        model = self._build_for(layout)
+        if not recurrent_blocks(model):
+            return
+        compute = partial(sequence_gradients, model, layout, self._packed(), zigzag=zigzag)
+        what = "two context-parallel ranks"
+        self._compare_gradients("cp", cp, what, lambda: compute(ranks=2), lambda: compute(ranks=1))
+
+    def _packed(self) -> MicroBatch:
+        """Returns the sequence as two packed documents."""
+        positions = torch.arange(_T).unsqueeze(0)
+        second = positions >= _BOUNDARY
+        restarted = torch.where(second, positions - _BOUNDARY, positions)
+        return MicroBatch(self._ids, self._ids, restarted, second.to(torch.int32))
+
+    def _compare_gradients(
+        self,
+        axis: str,
+        size: int,
+        what: str,
+        compute: Callable[[], LossGradients],
+        reference: Callable[[], LossGradients] | None = None,
+    ) -> None:
         kind, field, remedy = self._config.model_type, f"parallel.{axis}", f"use ZeRO or FSDP2 (parallel.{axis} 1)"
         with self._refusing():
-            expected = whole_gradients(self._build(self._hf_attention), self._two)
+            expected = reference() if reference else whole_gradients(self._build(self._hf_attention), self._two)
         try:
             found = compute().difference(expected)
         except ConfigError:
@@ -344,11 +394,15 @@ class _TinyModel:
     def attends_across_documents(self, layout: DecoderLayout) -> bool:
         """Whether two packed documents have other logits than each document alone."""
         model = self._build_for(layout)
-        positions = torch.arange(_T).unsqueeze(0)
-        second = positions >= _BOUNDARY
-        restarted = torch.where(second, positions - _BOUNDARY, positions)
-        packed = MicroBatch(self._ids, self._ids, restarted, second.to(torch.int32))
+        recurrent = apply_recurrent(model, SequenceRanks(), blocks=recurrent_blocks(model))
+        layout = replace(layout, recurrent=recurrent)
+        packed = self._packed()
         together = self._decoder_logits(model, layout, packed)
+        changed = self._ids.clone()
+        changed[:, _BOUNDARY - 1] = (changed[:, _BOUNDARY - 1] + 1) % _V
+        moved = self._decoder_logits(model, layout, replace(packed, input_ids=changed))[:, _BOUNDARY:]
+        if not torch.allclose(moved, together[:, _BOUNDARY:], rtol=0, atol=_ROUNDING * float(together.abs().max())):
+            return True  # the last token of the first document changes the second
         both = (self._ids[:, :_BOUNDARY], self._ids[:, _BOUNDARY:])
         try:
             alone = [self._decoder_logits(model, layout, MicroBatch(ids, ids)) for ids in both]

@@ -25,6 +25,7 @@ from pipeline.engines.parallel.fp8 import apply_fp8
 from pipeline.engines.parallel.fused_kernels import exchange_of
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.quantization_aware import apply_quantization_aware
+from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, recurrent_blocks
 from pipeline.engines.parallel.ring import RingAttention
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
 from pipeline.engines.parallel.tensor import TensorParallel, apply_tensor_parallel
@@ -95,6 +96,9 @@ def assemble(
     experts = apply_expert_parallel(causal, ep_group, names=names, exchange=exchange) if ep_group else {}
     rest = {key: name for key, name in names.items() if name not in experts}
     tensor = apply_tensor_parallel(causal, tp_group, names=rest) if tp_group else None
+    sequence = SequenceRanks(tp_group, mesh.group("cp") if mesh else None, run.zigzag)
+    blocks = recurrent_blocks(causal) if sequence.groups or run.config.data.mask_documents else {}
+    recurrent = apply_recurrent(causal, sequence, blocks=blocks)
     apply_fp8(causal, run.config.fp8)
     apply_quantization_aware(causal, run.config.quantization_aware)
     cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)
@@ -111,13 +115,15 @@ def assemble(
         own_attention=causal.config._attn_implementation == ATTENTION_NAME,  # type: ignore[union-attr]
         dtype=next(model.parameters()).dtype,
         own_head=_needs_own_head(causal, stage, tensor, chunk),
+        recurrent=recurrent,
     )
     decoder = Decoder(causal, layout, local_owners)
     if balancer is not None:
         balancer.attach(causal)
         decoder.balancer = balancer
-    # the balancer's hooks, the experts' exchange and ring attention's messages run between graphs of a layer
-    one_graph = balancer is None and not exchanges(causal) and not isinstance(layout.cp_attention, RingAttention)
+    # the balancer's hooks, the experts' exchange, ring attention's messages and recurrent blocks run between graphs
+    parts = isinstance(layout.cp_attention, RingAttention) or recurrent is not None
+    one_graph = balancer is None and not exchanges(causal) and not parts
     apply_compile(causal, run.config.compile, whole_graph=one_graph)
     return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied, experts)
 

@@ -21,6 +21,7 @@ from pipeline.engines.parallel.decoding import DecodingBatch
 from pipeline.engines.parallel.features import FeatureLoss, recording
 from pipeline.engines.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
 from pipeline.engines.parallel.own_head import AfterHead, OwnHead
+from pipeline.engines.parallel.recurrent import Recurrent
 from pipeline.engines.parallel.stage_plan import base_of
 from pipeline.engines.parallel.stages import StageEnds
 from pipeline.engines.parallel.tensor import TensorParallel
@@ -52,6 +53,7 @@ class DecoderLayout:
         own_attention: whether attention is that of `models.attention`, which needs a context, not Hugging Face's.
         dtype: dtype of queries and masks.
         own_head: whether the model does more to its logits than its head's product (`own_head`).
+        recurrent: what passes documents on to recurrent blocks; None for a model without, or if it runs as it is.
     """
 
     first: bool = True
@@ -64,6 +66,7 @@ class DecoderLayout:
     own_attention: bool = True
     dtype: torch.dtype = torch.float32
     own_head: bool = False
+    recurrent: Recurrent | None = None
 
 
 class Decoder(nn.Module):
@@ -177,6 +180,8 @@ class Decoder(nn.Module):
     def _attention_arguments(self, batch: MicroBatch, inputs: Tensor) -> dict[str, Any]:
         length = batch.labels.shape[1]
         positions = batch.positions
+        if self.layout.recurrent is not None:
+            self.layout.recurrent.begin_micro_batch(batch.documents, cached=_cache_arguments(batch)["use_cache"])
         if self._lengths is not None:
             self._lengths.value = self._sequence_lengths(batch)
         if positions is None and self.layout.own_attention:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, recurrent_blocks
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
 from pipeline.engines.parallel.tensor import apply_tensor_parallel
@@ -137,7 +138,8 @@ def _rank_gradients(
     shapes = {name: p.shape for name, p in causal.named_parameters()}
     owners = parameter_owners(causal)
     tensor = apply_tensor_parallel(causal, group, names={id(p): name for name, p in causal.named_parameters()})
-    decoder = Decoder(causal.eval(), replace(layout, tensor=tensor), owners)
+    recurrent = apply_recurrent(causal, SequenceRanks(tp=group), blocks=recurrent_blocks(causal))
+    decoder = Decoder(causal.eval(), replace(layout, tensor=tensor, recurrent=recurrent), owners)
     fill_buffers(causal, CPU)
     for name in decoder.parameters_by_name():
         decoder.set_parameter(name, nn.Parameter(values.value(name, box=tensor.boxes.get(name))))

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
+from pipeline.engines.parallel.recurrent import recurrent_blocks
 from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
 from pipeline.engines.parallel.tensor_plan import (
     COLWISE,
@@ -266,7 +267,10 @@ def _shard_linears(
 def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[str, BlockPlan]) -> None:
     """Adds to a model with sharded linear layers what its derived plan needs besides, in place."""
     gather, scatter = partial(_gather_inputs, group), partial(_own_positions, group)
+    recurrent = frozenset(recurrent_blocks(model))  # `apply_recurrent` gathers and scatters theirs
     for name, plan in blocks.items():
+        if name in recurrent:
+            continue
         block = model.get_submodule(name)
         block.register_forward_pre_hook(gather, with_kwargs=True)
         if not plan.styles:

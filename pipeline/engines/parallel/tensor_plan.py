@@ -110,7 +110,7 @@ def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
     config = shrink(config_from(key), divide=_RANKS, layers=2, vocab_size=_V)
     found: dict[BlockKind, BlockPlan] = {}
     try:
-        for name, call in _recorded(random_model(config, attention=ATTENTION_NAME).eval()).items():
+        for name, call in recorded_calls(random_model(config, attention=ATTENTION_NAME).eval()).items():
             kind = BlockKind.of(name, call.block)
             if kind not in found and (plan := _plan(call, _heads(config))) is not None:
                 found[kind] = plan
@@ -125,7 +125,7 @@ def _heads(config: Any) -> int:
     return int(global_value(config, "num_attention_heads") or 0)
 
 
-class _BlockCall(NamedTuple):
+class BlockCall(NamedTuple):
     """A recorded call of a block."""
 
     block: nn.Module
@@ -134,8 +134,8 @@ class _BlockCall(NamedTuple):
     states: Tensor
     output: Tensor
 
-    def run(self, block: nn.Module, states: Tensor) -> Tensor:
-        """Runs a block with the recorded arguments, but for the hidden states."""
+    def run(self, block: Any, states: Tensor) -> Tensor:
+        """Runs a block, or a function in its place, with the recorded arguments, but for the hidden states."""
         args = tuple(states if each is self.states else each for each in self.args)
         kwargs = {key: states if each is self.states else each for key, each in self.kwargs.items()}
         output: Tensor = _first(block(*args, **kwargs))
@@ -143,14 +143,19 @@ class _BlockCall(NamedTuple):
 
 
 @torch.no_grad()
-def _recorded(model: Any) -> dict[str, _BlockCall]:
-    """Records the call of every block of a tiny model, in a forward pass with headrace's own attention."""
-    calls: dict[str, _BlockCall] = {}
+def recorded_calls(model: Any, *, documents: Tensor | None = None) -> dict[str, BlockCall]:
+    """Records the call of every block of a tiny model, in a forward pass with headrace's own attention.
+
+    Args:
+        model: the tiny model.
+        documents: int32 [1, T], the document mask; None for one document.
+    """
+    calls: dict[str, BlockCall] = {}
 
     def record(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         states = hidden_states(args, kwargs)
         if states is not None and isinstance(_first(output), Tensor) and _first(output).shape[:2] == states.shape[:2]:
-            calls[name] = _BlockCall(block, args, kwargs, states, _first(output))
+            calls[name] = BlockCall(block, args, kwargs, states, _first(output))
 
     layers = largest_list(model)
     hooks = [
@@ -160,7 +165,7 @@ def _recorded(model: Any) -> dict[str, _BlockCall]:
         if any(True for _ in block.children()) and any(True for _ in block.parameters())
     ]
     windows = attention_windows(model.config)
-    context = make_context(windows, length=_T, dtype=torch.float32, device=torch.device("cpu"), documents=None)
+    context = make_context(windows, length=_T, dtype=torch.float32, device=torch.device("cpu"), documents=documents)
     ids, positions = torch.arange(_T)[None] % _V, torch.arange(_T)[None]
     model(input_ids=ids, position_ids=positions, context=context, use_cache=False)
     for hook in hooks:
@@ -190,20 +195,20 @@ def _first(output: Any) -> Any:
 
 
 @torch.no_grad()
-def _plan(call: _BlockCall, heads: int) -> BlockPlan | None:
+def _plan(call: BlockCall, heads: int) -> BlockPlan | None:
     """Returns the plan of a block; None if it acts on each position alone and cannot be sharded."""
     found = next(_ways(call, heads), None)
     return BlockPlan({}) if found is None and _mixes(call) else found
 
 
-def _mixes(call: _BlockCall) -> bool:
+def _mixes(call: BlockCall) -> bool:
     """Whether the output at a position depends on the hidden states at another."""
     other = call.states.clone()
     other[:, 0] += 1.0
-    return not _close(call.run(call.block, other)[:, 1:], call.output[:, 1:])
+    return not close(call.run(call.block, other)[:, 1:], call.output[:, 1:])
 
 
-def _ways(call: _BlockCall, heads: int) -> Iterator[BlockPlan]:
+def _ways(call: BlockCall, heads: int) -> Iterator[BlockPlan]:
     """Yields the ways to shard a block whose ranks' outputs sum to the recorded output."""
     block = call.block
     if any(p.ndim > 2 for p in block.parameters()) or any(isinstance(m, nn.ModuleList) for m in block.modules()):
@@ -224,7 +229,7 @@ def _ways(call: _BlockCall, heads: int) -> Iterator[BlockPlan]:
                 yield plan
 
 
-def _called_linears(call: _BlockCall) -> dict[str, nn.Module]:
+def _called_linears(call: BlockCall) -> dict[str, nn.Module]:
     """Returns the linear layers of a block in the order of their calls."""
     names = {module: name for name, module in call.block.named_modules()}
     found: dict[str, nn.Module] = {}
@@ -273,7 +278,7 @@ def _scalings(block: nn.Module) -> list[tuple[tuple[str, str], ...]]:
     return list(dict.fromkeys([(), heads, every, widths, heads + config, every + config]))
 
 
-def _sums_to_output(call: _BlockCall, plan: BlockPlan) -> bool:
+def _sums_to_output(call: BlockCall, plan: BlockPlan) -> bool:
     """Whether the summands that the ranks compute from the block's input add up to its output."""
     total = torch.zeros_like(call.output)
     try:
@@ -283,7 +288,7 @@ def _sums_to_output(call: _BlockCall, plan: BlockPlan) -> bool:
             total += call.run(local, call.states)
     except Exception:  # shapes do not fit
         return False
-    return _close(total, call.output)
+    return close(total, call.output)
 
 
 def _shard_copy(block: nn.Module, plan: BlockPlan, rank: int) -> None:
@@ -373,5 +378,5 @@ def slice_linear(linear: nn.Module, style: str, inside: int, *, rank: int, ranks
     linear.rows = rows  # type: ignore[assignment]
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())

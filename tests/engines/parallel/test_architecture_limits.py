@@ -112,13 +112,6 @@ def test_zero_1_in_bf16_is_refused_for_a_pipeline_stage_without_experts() -> Non
             check_layout(run, half)
 
 
-def test_document_masks_and_context_parallelism_are_refused_for_layers_that_mix_positions_without_attention() -> None:
-    fields = {"num_key_value_heads": 2, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]}
-    for sections, field in ((MASKED, "data.mask_documents"), (CP2, "parallel.cp")):
-        with pytest.raises(ConfigError, match=f"{field}.*\n.*mix positions by other means than attention"):
-            check_layout(resolved(world_size=2, **sections), built("minimax", **fields))
-
-
 def test_ring_attention_takes_windows_and_documents() -> None:
     check_layout(resolved(world_size=2, **RING, **MASKED), meta_of("mistral"))
 
