@@ -100,12 +100,13 @@ def shrink(
     given = {k: v for k, v in config.to_dict().items() if k not in DERIVED}
     total = config.num_hidden_layers
     depth = max(minimum_depth(given, total, layers), depth_with_experts(given, total))
-    if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
-        depth *= 2
+    shared = given.get(_SHARED) or 0
+    if shared and depth < total:  # the last layers attend to the keys of the layers before them, of every type
+        depth, shared = depth * 2, depth
     small: HfFields = {**given, "vocab_size": vocab_size}
     # LongCat-Flash computes num_hidden_layers as twice its num_layers
     small |= dict.fromkeys([key for key in (alias.get(_LAYERS, _LAYERS), "num_layers") if key in given][:1], depth)
-    small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
+    small |= {key: shared for key in (_SHARED,) if shared}
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and isinstance(value, int)}
     small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}
     if given.get("attention_types"):  # GPT-Neo
