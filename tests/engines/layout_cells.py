@@ -154,7 +154,7 @@ GEMMA3N = model(
     vocab_size_per_layer_input=96,
     hidden_size_per_layer_input=8,
     altup_num_inputs=2,
-    activation_sparsity_pattern=0.0,
+    activation_sparsity_pattern=[0.0] * 4,
 )
 ZAMBA2 = model(
     model_type="zamba2",

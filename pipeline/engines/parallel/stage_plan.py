@@ -171,14 +171,14 @@ class _Derivation:
             else:
                 raise self._refused(f"its module {name} runs between the layers, or before and after them")
         carried = self._recorder.carried()
-        shape = (_B, _T, self._model.config.hidden_size)  # type: ignore[union-attr]
+        config: Any = self._model.config
         return StagePlan(
             self._list,
             tuple(before),
             tuple(after),
             self._recorder.outputs.pop(),
             derived=True,
-            carried=carried if several(carried, hidden_states=shape) else (),
+            carried=carried if several(carried, hidden_states=(_B, _T, config.hidden_size)) else (),
         )
 
     def _run(self) -> None:

@@ -196,8 +196,10 @@ def keep_stage(model: nn.Module, stage: StageLayers) -> None:
     for index, layer in enumerate(layers):
         if not stage.layers[0] <= index < stage.layers[1]:
             layers[index] = PassThrough(layer, outputs=plan.outputs, copies=plan.derived, carried=plan.carried)
-    for name in (*(() if stage.first else plan.before), *(() if stage.last else plan.after)):
-        _remove(model, name, plan)
+    absent = (*(() if stage.first else plan.before), *(() if stage.last else plan.after))
+    for name in absent:
+        if not any(name.startswith(f"{other}.") for other in absent):  # Inkling 2 has a norm within its embedding
+            _remove(model, name, plan)
 
 
 def _remove(model: nn.Module, name: str, plan: StagePlan) -> None:
@@ -212,7 +214,7 @@ def _remove(model: nn.Module, name: str, plan: StagePlan) -> None:
     if plan.carried:
         width = getattr(module, "embedding_dim", getattr(module, "out_features", None))
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    model.set_submodule(name, Absent(width=width, dtype=dtype, positions=bool(plan.carried)))  # type: ignore[arg-type]
+    model.set_submodule(name, Absent(width=width, dtype=dtype, positions=bool(plan.carried)))
 
 
 @dataclass(frozen=True)
