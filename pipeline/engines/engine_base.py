@@ -25,7 +25,8 @@ from pipeline.engines.optim.qk_clip import make_qk_clip
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import make_balancer
 from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
-from pipeline.engines.parallel.stages import is_tied
+from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.stages import is_tied, shared_between_stages
 from pipeline.models.construction.initial_values import ParameterValues
 
 NamedState = dict[str, NamedShard | Tensor]
@@ -70,7 +71,8 @@ class EngineBase(TrainsStepByStep):
         self._measures = [each for each in measures if each is not None]
         self._matrices = matrices_of(model, config.optimizer)
         self._update_scales = update_scales(model, config.model, config.optimizer)
-        self._tied_group = tied_weights_group(run) if topology.pp > 1 and is_tied(model) else None
+        tied = topology.pp > 1 and (is_tied(model) or bool(shared_between_stages(model, pipeline_stages(run, model))))
+        self._tied_group = tied_weights_group(run) if tied else None
         coordinates = topology.coordinates(self.rank)
         # every tp rank of the last stage has the same loss; one rank counts it
         self._reports_loss = coordinates["tp"] == 0 and coordinates["pp"] == run.rank_of_stage(-1)

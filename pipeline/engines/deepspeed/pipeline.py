@@ -1,8 +1,9 @@
 """DeepSpeed engine with pipeline parallelism: the 1F1B schedule over pp x dp x cp x tp, with ZeRO 0 or 1.
 
 `PipelineModule` gets one module per stage, balanced by cost as in the native engine, and DeepSpeed runs its 1F1B
-schedule over them. Stages send only hidden states: all stages of a pipeline load the same micro-batches, in the same
-order. Ranks are laid out as in `topology`: pp slowest, then data (dp x cp), tp fastest. Verified with deepspeed 0.19.8.
+schedule over them. Stages send hidden states, and with some architectures more (`stage_messages`), but no labels: all
+stages of a pipeline load the same micro-batches, in the same order. Ranks are laid out as in `topology`: pp slowest,
+then data (dp x cp), tp fastest. Verified with deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from pipeline.engines.deepspeed.config import deepspeed_config
 from pipeline.engines.deepspeed.local_model import build_local_model
 from pipeline.engines.deepspeed.replicated import ReplicatedOptimizer
 from pipeline.engines.parallel.assemble import LocalModel
+from pipeline.engines.parallel.compilation import compiles, eager
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.partition import pipeline_stages
+from pipeline.engines.parallel.stage_messages import receive_shapes, send_shapes
 from pipeline.models.construction.initial_values import ParameterValues
 
 _EVALUATION_MICRO_BATCHES = 32
@@ -53,6 +56,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
 
     def _build(self, run: ResolvedRun, model: nn.Module, values: ParameterValues) -> None:
         super()._build(run, model, values)
+        self._run, self._known = run, set[torch.Size]()
         index = self._mesh.coordinates["pp"]
         stage = pipeline_stages(run, model)[index]
         self._local_model = build_local_model(
@@ -79,6 +83,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
         # DeepSpeed divides the loss by the number of micro-batches in its config
         factor = self._begin(step, lr, limits) * engine.gradient_accumulation_steps()
         batches = [micro.to(self._device) for micro in step.micro_batches]
+        self._learn_shapes(batches[0])
         self._stage_module.begin(batches, self._objective, factor)
         engine.module.train()
         engine.total_loss, engine._compute_loss = None, True
@@ -90,6 +95,7 @@ class DeepSpeedPipeline(DeepSpeedBase):
 
     def _scores(self, batches: Iterable[MicroBatch], objective: Objective) -> Iterator[tuple[Tensor, list[MicroBatch]]]:
         for part in self._by_shape(batches):
+            self._learn_shapes(part[0])
             self._engine.reset_activation_shape()  # the shape may differ from that of earlier batches
             self._stage_module.begin(part, objective, 1.0)
             self._engine.eval_batch(
@@ -97,6 +103,27 @@ class DeepSpeedPipeline(DeepSpeedBase):
             )
             yield self._stage_module.sums[0], part
         self._engine.reset_activation_shape()
+
+    @torch.no_grad()
+    def _learn_shapes(self, batch: MicroBatch) -> None:
+        """Runs a forward pass through the stages if the shapes of messages for this shape of ids are not known."""
+        decoder, ids = self._local_model.decoder, batch.input_ids
+        message, own = decoder.message, self._mesh.coordinates["pp"]
+        if message is None or ids.shape in self._known:
+            return
+        group = self._mesh.group("pp")
+        assert group is not None
+        ranks, inputs = dist.get_process_group_ranks(group), ids
+        if not decoder.layout.first:
+            receive_shapes(message, ids.shape, source=ranks[own - 1], group=group, device=self._device)
+            inputs = torch.zeros(message.size(ids.shape), dtype=decoder.layout.dtype, device=self._device)
+        if not decoder.layout.last:
+            training = decoder.training
+            with eager(compiled=compiles(self._run.config.compile)):
+                decoder.eval()(inputs, batch, self._objective)
+            decoder.train(training)
+            send_shapes(message, to=ranks[own + 1], group=group, device=self._device)
+        self._known.add(ids.shape)
 
     def _by_shape(self, batches: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
         """Groups the batches by shape, since a schedule supports one shape."""

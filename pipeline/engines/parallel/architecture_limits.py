@@ -31,7 +31,7 @@ from pipeline.engines.parallel.quantization_aware import check_quantization_awar
 from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.recurrent import recurrent_blocks
 from pipeline.engines.parallel.stage_plan import stage_plan
-from pipeline.engines.parallel.stages import StageLayers, layer_list
+from pipeline.engines.parallel.stages import StageLayers, layer_list, shared_between_stages
 from pipeline.engines.parallel.tensor import check_tp_plan, uses_given_plan
 from pipeline.engines.parallel.tensor_plan import BlockKind, derived_blocks
 from pipeline.models.construction.initial_values import InitByName
@@ -80,7 +80,9 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
         check_tp_plan(model, tp=topology.tp)
         _check_derived_shards(run, config)
     if topology.pp > 1:
-        _check_stages_of_experts(run, model, pipeline_stages(run, model))
+        stages = pipeline_stages(run, model)
+        _check_stages_of_experts(run, model, stages)
+        _check_messages(run, model, stages)
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
     check_fp8(run.config.fp8, model, tp=topology.tp, packages=packages)
@@ -120,6 +122,20 @@ def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequenc
             raise ConfigError("parallel.ep", run.topology.ep, why=why, remedy=remedy)
 
 
+def _check_messages(run: ResolvedRun, model: nn.Module, stages: Sequence[StageLayers]) -> None:
+    """Refuses layouts in which stages cannot have copies of shared weights, or cannot divide what they send."""
+    kind, topology = model.config.model_type, run.topology  # type: ignore[union-attr]
+    shared = shared_between_stages(model, stages)
+    if shared and len(stages) > 2:
+        name = min(shared)
+        why = f"layers of {kind} in {len(stages)} stages share {name}, and only two stages can have copies of a weight"
+        raise ConfigError("parallel.pp", topology.pp, why=why, remedy="use parallel.pp 2 without virtual stages")
+    for axis, size in (("tp", topology.tp), ("cp", topology.cp)):
+        if size > 1 and stage_plan(model).carried:
+            why = f"layers of {kind} hand on more than hidden states, and each of its ranks has a part of them"
+            raise ConfigError(f"parallel.{axis}", size, why=why, remedy=f"use parallel.{axis} 1, or parallel.pp 1")
+
+
 def layout_lines(family: str) -> Iterator[str]:
     """Describes how an architecture is divided into pipeline stages and tensor-parallel shards, or why it is not.
 
@@ -147,6 +163,8 @@ def _stage_lines(model: nn.Module) -> Iterator[str]:
     yield f"pipeline stages ({'derived' if plan.derived else 'base_model_pp_plan'})"
     for part, names in (("before", plan.before), ("layers", (plan.layers,)), ("after", plan.after)):
         yield f"  {part}  {', '.join(names)}"
+    if plan.carried:
+        yield "  stages also send what layers hand on besides hidden states [B, T, D]"
 
 
 def _shard_lines(model: nn.Module) -> Iterator[str]:

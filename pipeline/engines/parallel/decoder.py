@@ -22,6 +22,7 @@ from pipeline.engines.parallel.features import FeatureLoss, recording
 from pipeline.engines.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
 from pipeline.engines.parallel.own_head import AfterHead, OwnHead
 from pipeline.engines.parallel.recurrent import Recurrent
+from pipeline.engines.parallel.stage_messages import StageMessage
 from pipeline.engines.parallel.stage_plan import base_of
 from pipeline.engines.parallel.stages import StageEnds
 from pipeline.engines.parallel.tensor import TensorParallel
@@ -91,7 +92,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.causal, self.layout = causal, layout
         self._owners = owners
-        self._ends = StageEnds.of(causal)
+        self._ends = StageEnds.of(causal, dtype=layout.dtype)
         self._own_head = OwnHead(causal) if layout.last and layout.own_head else None
         self._windows = attention_windows(causal.config)
         self._lengths = follow_sequence_lengths(causal)
@@ -144,8 +145,15 @@ class Decoder(nn.Module):
         logits: Tensor = self.causal(input_ids=inputs, **_cache_arguments(batch), **arguments).logits
         return logits
 
+    @property
+    def message(self) -> StageMessage | None:
+        """The messages between stages if these are more than hidden states; else None."""
+        return self._ends.message
+
     def hidden_states(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
         """Computes the last hidden states [B, T / tp, D], on the last stage the head's input; see `forward`."""
+        if self.message is not None:
+            return self._with_message(self.message, inputs, batch)
         named = {"input_ids": inputs} if self.layout.first else {"inputs_embeds": self._ends.receive(inputs)}
         if self.layout.first and self.layout.tensor is not None and self.layout.tensor.derived:
             # a copy, since CTRL scales its embeddings in place
@@ -156,6 +164,17 @@ class Decoder(nn.Module):
         if not self.layout.last:
             hidden = self._ends.sent().to(self.layout.dtype)
         self._ends.forget()
+        return hidden
+
+    def _with_message(self, message: StageMessage, inputs: Tensor, batch: MicroBatch) -> Tensor:
+        """Computes the message to the next stage [N], or on the last stage the head's input."""
+        if not self.layout.first:
+            message.receive(inputs, batch.input_ids.shape)
+        arguments = {**_cache_arguments(batch), **self._attention_arguments(batch, inputs)}
+        hidden: Tensor = base_of(self.causal)(input_ids=batch.input_ids, **arguments).last_hidden_state
+        if not self.layout.last:
+            hidden = message.sent()
+        message.forget()
         return hidden
 
     def gathered(self, hidden: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class OwnHead:
     def _run(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Any:
         """Runs the causal model's own forward pass on an output of its base model."""
         base: Callable[..., Any] = lambda *_args, **_kwargs: _BaseOutput(hidden)  # noqa: E731
+        head.weight = self._causal.get_output_embeddings().weight  # type: ignore[attr-defined]  # xLSTM reads its dtype
         replaced = {self._base: base, self._head: head}
         return type(self._causal).forward(_Replaced(self._causal, replaced)).logits
 

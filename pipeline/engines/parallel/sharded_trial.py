@@ -99,7 +99,10 @@ def stage_gradients(
         here = set(model.modules())
         local = {name: [pair for pair in pairs if pair[0] in here] for name, pairs in owners.items()}
         own = {name: pairs for name, pairs in local.items() if pairs}
+        before = decoders[-1].message if decoders else None
         decoders.append(Decoder(model, replace(layout, first=stage.first, last=stage.last), own))
+        if before is not None and (message := decoders[-1].message) is not None:
+            message.shapes[ids.shape] = before.sent_shapes
         passed = decoders[-1](passed[0], batch, CrossEntropy())
     passed[0].backward()
     found: dict[str, Tensor] = {}

@@ -1,8 +1,9 @@
 """Finds which modules of a decoder run before its layers, the list of layers, and which modules run after them.
 
 Transformers publishes this as `base_model_pp_plan` for some architectures. For all others it is derived: a tiny model
-of the architecture runs once, and hooks record the order in which its modules are called. The derived plan is not
-trusted: the architecture trial compares loss and every gradient of the stages with those of the whole model.
+of the architecture runs once, and hooks record the order in which its modules are called, and the tensors that its
+layers take and return (`stage_messages`). The derived plan is not trusted: the architecture trial compares loss and
+every gradient of the stages with those of the whole model.
 
 Names are those of the whole model, as in `named_modules`.
 """
@@ -11,15 +12,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from foundation.errors import ConfigError
+from pipeline.engines.parallel.stage_messages import CarriedTensor, LayerRecorder, several
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
@@ -27,7 +29,7 @@ from pipeline.models.hf_config import one_line
 from pipeline.models.resize.shrink import shrink
 
 REMEDY = "use ZeRO or FSDP2 for this architecture (parallel.pp 1)"
-_V, _T = 32, 16
+_V, _B, _T = 32, 2, 16
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class StagePlan:
 
     Attributes:
         layers: name of the list of decoder layers.
-        before: names of the modules with parameters that run before the layers, and belong to the first stage.
+        before: names of the modules with parameters that run before the layers, and belong to the first stage; also
+            of single parameters of the base model.
         after: names of the modules with parameters that run after the layers, head included.
         outputs: number of values that a layer returns in a tuple, hidden states first; 0 if it returns a tensor.
         derived: whether the plan is not transformers' own.
+        carried: tensors that stages send; empty if these are nothing but hidden states [B, T, D].
     """
 
     layers: str
@@ -47,6 +51,7 @@ class StagePlan:
     after: tuple[str, ...]
     outputs: int = 0
     derived: bool = False
+    carried: tuple[CarriedTensor, ...] = ()
 
 
 def stage_plan(model: nn.Module) -> StagePlan:
@@ -56,9 +61,13 @@ def stage_plan(model: nn.Module) -> StagePlan:
         ConfigError: the model cannot be divided into stages; names the module or the tensor.
     """
     given = _given_plan(model)
-    if given is not None:
+    if given is None:
+        return _derived_plan(config_key(model.config))
+    try:
+        found = _derived_plan(config_key(model.config))
+    except ConfigError:
         return given
-    return _derived_plan(config_key(model.config))
+    return replace(given, outputs=found.outputs, carried=found.carried) if found.carried else given
 
 
 def base_of(causal: Any) -> nn.Module:
@@ -113,11 +122,20 @@ def config_from(key: str) -> PretrainedConfig:
 
 @cache
 def _derived_plan(key: str) -> StagePlan:
-    """Derives the plan of an architecture from a tiny model; cached by config."""
-    small = shrink(config_from(key), divide=1, layers=2, vocab_size=_V)
+    """Derives the plan of an architecture from a tiny model; cached by config.
+
+    If layers take more than hidden states, from a second model with all layers of the real one.
+    """
+    config = config_from(key)
+    plan = _Derivation(_tiny_model(config, layers=2)).plan()
+    return _Derivation(_tiny_model(config, layers=config.num_hidden_layers)).plan() if plan.carried else plan
+
+
+def _tiny_model(config: PretrainedConfig, *, layers: int) -> nn.Module:
+    small = shrink(config, divide=1, layers=layers, vocab_size=_V)
     tiny = build_meta(small, dtype=torch.float32, attn_implementation="eager")
     materialize(tiny, InitByName(tiny, seed=0), device=torch.device("cpu"))
-    return _Derivation(tiny.eval()).plan()
+    return tiny.eval()
 
 
 class _Derivation:
@@ -134,18 +152,15 @@ class _Derivation:
             raise self._refused("it has no list of layers")
         self._list = found
         self._layers: list[nn.Module] = list(model.get_submodule(self._list))  # type: ignore[call-overload]
-        self._called: list[int] = []
+        self._recorder = LayerRecorder(self._layers)
         self._done: dict[str, set[int]] = {}
-        self._tuples: set[int] = set()
-        self._handed_on: list[Tensor] = []
 
     def plan(self) -> StagePlan:
         """Runs the model and returns its plan."""
-        self._refuse_shared_layers()
         self._run()
-        if self._called != list(range(len(self._layers))):
+        if self._recorder.called != list(range(len(self._layers))):
             raise self._refused(f"its layers {self._list} do not run once each, in order")
-        if len(self._tuples) != 1:
+        if len(self._recorder.outputs) != 1:
             raise self._refused(f"its layers {self._list} return different kinds of values")
         before, after = [], []
         for name, done in self._parts().items():
@@ -155,16 +170,23 @@ class _Derivation:
                 after.append(name)
             else:
                 raise self._refused(f"its module {name} runs between the layers, or before and after them")
-        return StagePlan(self._list, tuple(before), tuple(after), self._tuples.pop(), derived=True)
+        carried = self._recorder.carried()
+        config: Any = self._model.config
+        return StagePlan(
+            self._list,
+            tuple(before),
+            tuple(after),
+            self._recorder.outputs.pop(),
+            derived=True,
+            carried=carried if several(carried, hidden_states=(_B, _T, config.hidden_size)) else (),
+        )
 
     def _run(self) -> None:
         hooks = [self._hook(name, module) for name, module in self._outside() if module._parameters]
-        hooks += [
-            layer.register_forward_hook(self._layer_hook(i), with_kwargs=True) for i, layer in enumerate(self._layers)
-        ]
+        ids = torch.arange(_B * _T).view(_B, _T) % _V
         try:
-            with torch.no_grad():
-                self._model(input_ids=torch.arange(_T)[None] % _V, use_cache=False)
+            with self._recorder.recording():
+                self._model(input_ids=ids, use_cache=False)
         except ConfigError:
             raise
         except Exception as error:  # each architecture fails in its own way
@@ -175,26 +197,9 @@ class _Derivation:
 
     def _hook(self, name: str, module: nn.Module) -> Any:
         def called(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._done.setdefault(name, set()).add(len(self._called))
+            self._done.setdefault(name, set()).add(len(self._recorder.called))
 
         return module.register_forward_hook(called)
-
-    def _layer_hook(self, index: int) -> Any:
-        def called(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._called.append(index)
-            several = isinstance(output, (tuple, list))
-            self._tuples.add(len(output) if several else 0)
-            states = output[0] if several else output
-            if any(each is other for each in (*args, *kwargs.values()) for other in self._handed_on):
-                raise self._refused(f"layers of {self._list} hand on more than hidden states, which stages do not send")
-            self._handed_on += [each for each in (output[1:] if several else ()) if isinstance(each, Tensor)]
-            wanted = (1, _T, self._model.config.hidden_size)  # type: ignore[union-attr]
-            for each in (states, *args[:1]):
-                if isinstance(each, Tensor) and each.shape != wanted:
-                    shape = f"{tuple(each.shape)}, not {wanted} [B, T, D]"
-                    raise self._refused(f"hidden states of {self._list} are {shape}")
-
-        return called
 
     def _outside(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields all modules outside of the layers."""
@@ -206,7 +211,8 @@ class _Derivation:
     def _parts(self) -> dict[str, set[int]]:
         """Maps modules with parameters outside of the layers to the numbers of layers done when they are called.
 
-        A module that is not called counts as before the layers if it is listed before them.
+        A module that is not called counts as before the layers if it is listed before them. Parameters of the base
+        model itself count as before the layers if the first layer's input depends on them.
         """
         parts: dict[str, set[int]] = {}
         end, listed = len(self._layers), False
@@ -214,20 +220,15 @@ class _Derivation:
             listed |= name == self._list
             if not module._parameters or name.startswith(f"{self._list}."):
                 continue
-            if any(p is not None for p in module._parameters.values()):
-                if not name or module is base_of(self._model):
-                    key = next(key for key, p in module._parameters.items() if p is not None)
-                    raise self._refused(f"its parameter {f'{name}.{key}'.strip('.')} belongs to no module of a stage")
+            own = [key for key, parameter in module._parameters.items() if parameter is not None]
+            if name and module is base_of(self._model):
+                for key in own:
+                    parts[f"{name}.{key}"] = {0 if self._recorder.starts_with(module._parameters[key]) else end}
+            elif own and not name:
+                raise self._refused(f"its parameter {own[0]} belongs to no module of a stage")
+            elif own:
                 parts[name] = self._done.get(name, {end if listed else 0})
         return parts
-
-    def _refuse_shared_layers(self) -> None:
-        owners: dict[int, int] = {}
-        for index, layer in enumerate(self._layers):
-            for name, parameter in layer.named_parameters():
-                if owners.setdefault(id(parameter), index) != index:
-                    first = owners[id(parameter)]
-                    raise self._refused(f"its layers {first} and {index} share {name}, and may be in different stages")
 
     def _refused(self, why: str) -> ConfigError:
         why = f"{self._kind} has no base_model_pp_plan, and none can be derived: {why}"

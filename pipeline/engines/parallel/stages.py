@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import ConfigError
-from pipeline.engines.parallel.stage_plan import stage_plan
+from pipeline.engines.parallel.stage_messages import CarriedTensor, StageMessage
+from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class PassThrough(nn.Module):
         layer: the layer; the model may read its plain attributes, e.g. the kind of its attention.
         outputs: number of values in the tuple that a layer returns; 0 for a tensor.
         copies: whether the model may change its embeddings in place (CTRL), which are the received states.
+        carried: the tensors that stages send; empty if these are nothing but hidden states.
 
     Attributes:
         states: hidden states [B, T, D] to return instead of the input, e.g. those received from the previous stage.
@@ -133,9 +135,11 @@ class PassThrough(nn.Module):
     states: Tensor | None = None
     kept: Tensor | None = None
 
-    def __init__(self, layer: nn.Module, *, outputs: int = 0, copies: bool = False) -> None:
+    def __init__(
+        self, layer: nn.Module, *, outputs: int = 0, copies: bool = False, carried: tuple[CarriedTensor, ...] = ()
+    ) -> None:
         super().__init__()
-        self._outputs, self.copies = outputs, copies
+        self._outputs, self.copies, self.carried = outputs, copies, carried
         named = {key: getattr(layer, key, None) for key in (*vars(type(layer)), *vars(layer)) if key[0] != "_"}
         for key, value in named.items():
             if isinstance(value, (str, int, float)) and key not in ("training", "call_super_init", "dump_patches"):
@@ -152,21 +156,27 @@ class Absent(nn.Module):
     """Replaces a module outside of the layers that belongs to another stage: its output is not used.
 
     Args:
-        width: features of the output.
+        width: features of the output; None if the output has the shape of the input (norms).
         dtype: dtype of the output.
+        positions: whether the output for ids has their positions, else it is [1, 1, D].
+
+    Attributes:
+        weight: a number of the dtype, for models that read the dtype of a norm's weight (Zaya).
     """
 
-    def __init__(self, *, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, *, width: int | None, dtype: torch.dtype, positions: bool = False) -> None:
         super().__init__()
-        self._width, self._dtype = width, dtype
+        self._width, self._positions = width, positions
+        self.weight = torch.ones((), dtype=dtype, device="cpu")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the first input if it has the output's shape, else zeros [1, 1, D] (for ids) or [..., D]."""
+        """Returns the first input if it has the output's shape, else zeros [..., D]."""
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-        if first.ndim < 3:  # ids, positions, or a mask of them (OPT)
-            return torch.zeros(1, 1, self._width, dtype=self._dtype, device=first.device)
-        if first.shape[-1] == self._width:
+        if self._width is None or (first.shape[-1] == self._width and first.ndim > 2):
             return first
+        if first.ndim < 3:  # ids, positions, or a mask of them (OPT)
+            shape = first.shape if self._positions else (1, 1)
+            return torch.zeros(*shape, self._width, dtype=self.weight.dtype, device=first.device)
         return first.new_zeros(*first.shape[:-1], self._width)
 
 
@@ -185,12 +195,26 @@ def keep_stage(model: nn.Module, stage: StageLayers) -> None:
     layers = layer_list(model)[1]
     for index, layer in enumerate(layers):
         if not stage.layers[0] <= index < stage.layers[1]:
-            layers[index] = PassThrough(layer, outputs=plan.outputs, copies=plan.derived)
-    width = model.config.hidden_size  # type: ignore[union-attr]
+            layers[index] = PassThrough(layer, outputs=plan.outputs, copies=plan.derived, carried=plan.carried)
     absent = (*(() if stage.first else plan.before), *(() if stage.last else plan.after))
     for name in absent:
-        dtype = next((p.dtype for p in model.get_submodule(name).parameters()), torch.float32)
-        model.set_submodule(name, Absent(width=width, dtype=dtype))  # type: ignore[arg-type]
+        if not any(name.startswith(f"{other}.") for other in absent):  # Inkling 2 has a norm within its embedding
+            _remove(model, name, plan)
+
+
+def _remove(model: nn.Module, name: str, plan: StagePlan) -> None:
+    """Replaces a module by `Absent`, or a parameter by the number 1."""
+    parent, _, key = name.rpartition(".")
+    if key in (owner := model.get_submodule(parent))._parameters:
+        del owner._parameters[key]
+        setattr(owner, key, torch.ones((), device="cpu"))
+        return
+    module = model.get_submodule(name)
+    width: Any = model.config.hidden_size  # type: ignore[union-attr]
+    if plan.carried:
+        width = getattr(module, "embedding_dim", getattr(module, "out_features", None))
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    model.set_submodule(name, Absent(width=width, dtype=dtype, positions=bool(plan.carried)))
 
 
 @dataclass(frozen=True)
@@ -200,13 +224,15 @@ class StageEnds:
     Attributes:
         before: the layer before the stage's first one; None in the first stage.
         after: the layer after the stage's last one; None in the last stage.
+        message: the messages of the stage if more than hidden states are sent; else None.
     """
 
     before: PassThrough | None
     after: PassThrough | None
+    message: StageMessage | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> StageEnds:
+    def of(cls, model: nn.Module, *, dtype: torch.dtype) -> StageEnds:
         """Finds them in a model reduced by `keep_stage`; none in a full model."""
         lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
         for layers in lists:
@@ -215,6 +241,9 @@ class StageEnds:
                 first, end = replaced.index(False), len(replaced) - replaced[::-1].index(False)
                 before = layers[first - 1] if first else None
                 after = layers[end] if end < len(layers) else None
+                carried: Any = layers[replaced.index(True)].carried
+                if carried:
+                    return cls(None, None, StageMessage(list(layers), carried, (first, end), dtype=dtype))
                 if after is not None:
                     after.keeps = True  # type: ignore[assignment]
                 return cls(before, after)  # type: ignore[arg-type]
@@ -243,3 +272,14 @@ class StageEnds:
 def is_tied(model: Any) -> bool:
     """Whether the head and the embedding of a full model share their weight."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def shared_between_stages(model: nn.Module, stages: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
+    """Maps weights of layers in several stages (Zamba's attention) to the indices of the stages."""
+    found: dict[int, tuple[str, set[int]]] = {}
+    layers = layer_list(model)[1]
+    for stage in stages:
+        for layer in layers[slice(*stage.layers)]:
+            for name, parameter in layer.named_parameters():
+                found.setdefault(id(parameter), (name, set()))[1].add(stage.index)
+    return {name: tuple(sorted(indices)) for name, indices in found.values() if len(indices) > 1}

@@ -41,7 +41,8 @@ def finish_reduction(
     if tp_group is not None:
         all_reduce_gradients([g for s in shards if s.partial_gradient and (g := s.master.grad) is not None], tp_group)
     if tied_group is not None:
-        all_reduce_gradients([g for s in shards if s.tied and (g := s.master.grad) is not None], tied_group)
+        by_name = sorted((s for s in shards if s.tied), key=lambda s: s.name)  # stages have them in another order
+        all_reduce_gradients([g for s in by_name if (g := s.master.grad) is not None], tied_group)
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Pipeline schedules of torch.distributed.pipelining over decoder stages: GPipe, 1F1B, interleaved 1F1B, zero bubble,
 DualPipeV.
 
-Stages send only hidden states, not labels, positions or documents: every rank of a pipeline loads the same
-micro-batches. Virtual stage i of the model is on pipeline rank i % pp. In DualPipeV, the second half of the stages is
-on the ranks in reverse order: the last stage is on the first rank, and the two middle stages are on the last rank.
+Stages send hidden states, and with some architectures more (`stage_messages`), but not labels, positions or documents:
+every rank of a pipeline loads the same micro-batches. Virtual stage i of the model is on pipeline rank i % pp. In
+DualPipeV, the second half of the stages is on the ranks in reverse order: the last stage is on the first rank, and the
+two middle stages are on the last rank.
 
 DualPipeV runs pairs of passes: the forward pass of a micro-batch in one stage of a rank, and the backward pass of
 another micro-batch in the rank's other stage. With `parallel.ep_overlap` the two take turns at expert exchanges.
@@ -33,9 +34,11 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.common import model_dtype
+from pipeline.engines.parallel.compilation import compiles, eager
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.mesh import Mesh
 from pipeline.engines.parallel.overlapped_passes import OverlappedPasses
+from pipeline.engines.parallel.stage_messages import StageMessage, receive_shapes, send_shapes
 from pipeline.engines.parallel.stages import StageLayers
 from pipeline.engines.torch_native.forward_backward import zero_sums
 from pipeline.engines.torch_native.receive_buffers import SendsInFlight, StageWithFewBuffers
@@ -107,8 +110,11 @@ class PipelineSchedule:
         self._kind: Any = getattr(schedules, kind.torch)
         self._sends = None if issubclass(self._kind, schedules.Schedule1F1B) else SendsInFlight()
         self._micro_batches, self._schedule = 0, cast(Any, None)
+        self._known: set[torch.Size] = set()  # shapes of ids whose messages have been sent
         shares = run.batch.shares
-        self._prepare(run.batch.accumulation if shares is None else len(shares.sizes[mesh.coordinates["dp"]]))
+        self._carries = any(module.decoder.message is not None for module in stage_modules)
+        if not self._carries:  # else at the first step, when the sizes of messages are known
+            self._prepare(run.batch.accumulation if shares is None else len(shares.sizes[mesh.coordinates["dp"]]))
 
     def _prepare(self, micro_batches: int) -> None:
         """Builds the schedule for a number of micro-batches, which depends on the rank's share of a batch."""
@@ -125,6 +131,8 @@ class PipelineSchedule:
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective, *, scale: float) -> Tensor:
         """Implements `ForwardBackward.train`."""
+        if self._carries and batches[0].input_ids.shape not in self._known:
+            self._learn_shapes(batches[0], objective)
         self._prepare(len(batches))
         for module in self._stage_modules:
             module.begin(batches, objective, scale=scale)
@@ -141,6 +149,16 @@ class PipelineSchedule:
             self._sends.wait()
         return sum((each for module in self._stage_modules for each in module.sums), zero_sums(objective, self._device))
 
+    def _learn_shapes(self, batch: MicroBatch, objective: Objective) -> None:
+        """Scores a micro-batch, through which every stage gets to know the shapes of the messages to it."""
+        modes = [module.training for module in self._stage_modules]
+        with torch.no_grad(), eager(compiled=compiles(self._run.config.compile)):
+            for module in self._stage_modules:
+                module.eval()
+            self.score(batch, objective)
+        for module, mode in zip(self._stage_modules, modes, strict=True):
+            module.train(mode)
+
     def score(self, batch: MicroBatch, objective: Objective) -> Tensor:
         """Implements `ForwardBackward.score`. Batches pass through the stages one at a time, without overlap."""
         sums, output = zero_sums(objective, self._device), None
@@ -149,20 +167,39 @@ class PipelineSchedule:
             stage = module.stage
             inputs = batch.input_ids if stage.first else self._receive(batch, stage, own=output)
             output = module(inputs)
+            message, to = module.decoder.message, stage.index + 1
             if stage.last:
                 sums += module.sums[0]
-            elif not self._is_here(stage.index + 1):
+            elif not self._is_here(to):
+                if message is not None and batch.input_ids.shape not in self._known:
+                    send_shapes(message, to=self._rank_of_stage(to), group=self._group, device=self._device)
                 dist.send(output.contiguous(), dst=self._rank_of_stage(stage.index + 1), group=self._group)
+        self._known.add(batch.input_ids.shape)
         return sums
 
     def _receive(self, batch: MicroBatch, stage: StageLayers, *, own: Tensor | None) -> Tensor:
         """Returns the previous stage's output: `own` if that stage is on this rank, else a received tensor."""
+        here = {module.stage.index: module.decoder.message for module in self._stage_modules}
+        message, ids = here[stage.index], batch.input_ids.shape
         if self._is_here(stage.index - 1):
             assert own is not None, "stages are in order"
+            if message is not None:
+                before = here[stage.index - 1]
+                assert before is not None
+                message.shapes[ids] = before.sent_shapes
             return own
-        hidden = self._empty_hidden_states(batch.input_ids, self._device)
-        dist.recv(hidden, src=self._rank_of_stage(stage.index - 1), group=self._group)
+        source = self._rank_of_stage(stage.index - 1)
+        if message is not None and ids not in self._known:
+            receive_shapes(message, ids, source=source, group=self._group, device=self._device)
+        hidden = self._empty_input(here[stage.index], batch.input_ids, self._device)
+        dist.recv(hidden, src=source, group=self._group)
         return hidden
+
+    def _empty_input(self, message: StageMessage | None, ids: Tensor, device: torch.device | str) -> Tensor:
+        """Makes a buffer for the previous stage's message."""
+        if message is None:
+            return self._empty_hidden_states(ids, device)
+        return torch.empty(message.size(ids.shape), dtype=self._dtype, device=device)
 
     def _is_here(self, index: int) -> bool:
         return any(module.stage.index == index for module in self._stage_modules)
@@ -176,14 +213,18 @@ class PipelineSchedule:
         return torch.empty(samples, positions // self._tp, self._hidden_size, dtype=self._dtype, device=device)
 
     def _pipeline_stage(self, module: StageModule, ids: Tensor) -> StageWithFewBuffers:
-        stage, hidden = module.stage, self._empty_hidden_states(ids, "meta").requires_grad_()
+        stage, message = module.stage, module.decoder.message
+        inputs = ids if stage.first else self._empty_input(message, ids, "meta").requires_grad_()
+        hidden = self._empty_hidden_states(ids, "meta")
+        if message is not None:
+            hidden = torch.empty(message.sent_size, dtype=self._dtype, device="meta")
         made = StageWithFewBuffers(
             module,
             stage.index,
             stage.count,
             self._device,
-            input_args=ids if stage.first else hidden,
-            output_args=torch.empty(1, device="meta", requires_grad=True) if stage.last else hidden,
+            input_args=inputs,
+            output_args=torch.empty(1, device="meta", requires_grad=True) if stage.last else hidden.requires_grad_(),
             group=self._group,
         )
         made.link_groups, made.sends = self._link_groups, self._sends

@@ -94,18 +94,21 @@ def shrink(
         ConfigError: transformers does not accept the small sizes for this architecture.
     """
     alias = config.attribute_map
-    if global_value(config, "num_attention_heads") is None and not hasattr(config, "state_size"):
+    recurrent = hasattr(config, "hidden_size") and hasattr(config, "vocab_size")
+    if global_value(config, "num_attention_heads") is None and not recurrent:
         why = "it has no attention heads"
         raise ConfigError("model.config.model_type", config.model_type, why=why, remedy=_REMEDY)
     given = {k: v for k, v in config.to_dict().items() if k not in DERIVED}
     total = config.num_hidden_layers
     depth = max(minimum_depth(given, total, layers), depth_with_experts(given, total))
-    if given.get(_SHARED):  # the last layers attend to the keys of the layers before them, of every type
-        depth *= 2
+    shared = given.get(_SHARED) or 0
+    if shared and depth < total:  # the last layers attend to the keys of the layers before them, of every type
+        depth, shared = depth * 2, depth
     small: HfFields = {**given, "vocab_size": vocab_size}
     # LongCat-Flash computes num_hidden_layers as twice its num_layers
     small |= dict.fromkeys([key for key in (alias.get(_LAYERS, _LAYERS), "num_layers") if key in given][:1], depth)
-    small |= {key: depth // 2 for key in (_SHARED,) if given.get(key)}
+    small |= {key: depth for key in ("num_blocks",) if given.get(key) == total}  # xLSTM has both
+    small |= {key: shared for key in (_SHARED,) if shared}
     small |= {key: min(value, _SMALL[key]) for key, value in given.items() if key in _SMALL and isinstance(value, int)}
     small |= {key: repeated(value, depth) for key, value in given.items() if per_layer(key, value, total)}
     if given.get("attention_types"):  # GPT-Neo
@@ -224,12 +227,14 @@ def _attention(config: PretrainedConfig, given: HfFields, divide: int) -> HfFiel
 
 
 def _recurrent(given: HfFields, alias: dict[str, str]) -> HfFields:
-    """Returns sizes of a state-space model without attention: a width of 32; Mamba-2 has four heads per 32 features."""
+    """Returns sizes of a recurrent model without attention: a width of 32; Mamba-2 has four heads per 32 features."""
     sizes: HfFields = {alias.get("hidden_size", "hidden_size"): 4 * HEAD_SIZE}
     sizes |= {
         k: min(given[k], 2 * HEAD_SIZE) for k in ("state_size", "time_step_rank") if isinstance(given.get(k), int)
     }
-    if given.get("num_heads"):
+    sizes |= {key: 4 * HEAD_SIZE for key in ("attention_hidden_size", "embedding_dim") if given.get(key)}  # RWKV, xLSTM
+    sizes |= {"num_heads": 4} if given.get("num_heads") else {}
+    if given.get("num_heads") and "expand" in given:
         heads = 4 * given["expand"]
         sizes |= {"num_heads": heads, "head_dim": HEAD_SIZE, "n_groups": math.gcd(given["n_groups"], heads)}
     return sizes

@@ -228,7 +228,9 @@ def groups_of_neighbours(rank: int, schedule: str, virtual: int) -> tuple[str, s
     mesh, count = Mesh(run.topology, device_type="cpu"), WORLD * virtual
     assert (tied_weights_group(run) is None) == (rank in range(1, WORLD - 1))  # these two have one group less
     of_rank = [StageLayers(rank + lap * WORLD, count, (0, 1), 1.0) for lap in range(virtual)]
-    modules = [StageModule(nn.Linear(1, 1), each) for each in of_rank]  # type: ignore[arg-type]
+    one = nn.Linear(1, 1)
+    one.message = None  # type: ignore[assignment]
+    modules = [StageModule(one, each) for each in of_rank]  # type: ignore[arg-type]
     made = PipelineSchedule(run, modules, mesh, hidden_size=1, device=torch.device("cpu"))._schedule
     stage = made._stage if virtual == 1 else made._stages[0]
     assert (stage.sends is None) == (schedule == "1f1b")  # which starts sends and receives as one operation
