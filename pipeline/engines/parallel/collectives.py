@@ -49,6 +49,8 @@ def _scattered(full: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     ranks = group.size()
     assert flat.shape[0] % ranks == 0, (tuple(full.shape), dim, ranks)
     out: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", ranks, group.group_name))
+    if dim % full.ndim == 0:  # no view: a model may add to it in place
+        return out
     return out.movedim(0, dim).contiguous()
 
 

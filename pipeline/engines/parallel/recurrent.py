@@ -34,7 +34,8 @@ from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.recurrent_heads import own_heads
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import config_from, config_key
-from pipeline.engines.parallel.tensor_plan import BlockCall, BlockKind, close, recorded_calls
+from pipeline.engines.parallel.tensor_plan import BlockCall, close, recorded_calls
+from pipeline.engines.parallel.tensor_styles import BlockKind
 from pipeline.models.attention import ATTENTION_NAME, AttentionContext
 from pipeline.models.resize.shrink import shrink
 
@@ -69,7 +70,8 @@ def _kinds(key: str) -> dict[BlockKind, bool]:
         calls = recorded_calls(random_model(config, attention=ATTENTION_NAME).eval(), documents=documents)
     except Exception:  # each architecture fails in its own way
         return {}
-    found = {BlockKind.of(name, call.block): call for name, call in calls.items() if _mixes_documents(call)}
+    outermost = {name: call for name, call in calls.items() if not any(name.startswith(f"{n}.") for n in calls)}
+    found = {BlockKind.of(name, call.block): call for name, call in outermost.items() if _mixes_documents(call)}
     return {kind: _divides_heads(call) for kind, call in found.items()}
 
 

@@ -28,24 +28,28 @@ from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.recurrent import recurrent_blocks
 from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
-from pipeline.engines.parallel.tensor_plan import (
+from pipeline.engines.parallel.tensor_plan import derived_blocks, hidden_states, zero_output
+from pipeline.engines.parallel.tensor_styles import (
     COLWISE,
+    GATHERED,
+    HEADS,
     ROWWISE,
     SLICED,
     BlockPlan,
-    derived_blocks,
-    hidden_states,
     linear_sizes,
+    own_features,
     scale_attributes,
     slice_linear,
+    whole_features,
 )
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import shrink
 
-_SEQUENCE = 1
-"""Dim of hidden states [B, T, D] that is sharded between blocks."""
+_SEQUENCE = -2
+"""Dim of hidden states [B, T, D] that is sharded between blocks; of tokens [N, D], which a shared expert takes in any
+order, dim 0."""
 
 _EXPERTS = "moe_tp_experts"
 """Transformers' name for the style of a mixture of experts. Experts stay whole: every tp rank routes its positions."""
@@ -113,18 +117,11 @@ def _given_plan_works(key: str) -> bool:
     except ConfigError:
         return False
     for name in blocks:
-        tiny.get_submodule(name).register_forward_hook(_zero_output)
+        tiny.get_submodule(name).register_forward_hook(zero_output)
     ids = torch.arange(16)[None] % _V
     with torch.no_grad():
         one, other = (tiny(input_ids=each, use_cache=False).logits[:, 1:] for each in (ids, ids.clamp(min=1)))
     return torch.equal(one, other)
-
-
-def _zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """Forward hook: replaces a block's output, or the first of several outputs, by zeros."""
-    if isinstance(output, tuple):
-        return (torch.zeros_like(output[0]), *output[1:])
-    return torch.zeros_like(output)
 
 
 def _given_styles(model: nn.Module, *, tp: int) -> dict[str, str]:
@@ -160,7 +157,7 @@ def _given_styles(model: nn.Module, *, tp: int) -> dict[str, str]:
         _check_divides(module.weight.shape[0 if style == "colwise" else 1], tp, name)
         styles[name] = style
     _check_blocks_covered(model, plan, styles, tp)
-    _refuse_shared_experts(model, plan, styles, tp)
+    _refuse_shared_experts(model, plan, tp)
     _check_divides(config.vocab_size, tp, "model.config.vocab_size")
     for key in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, key, None):
@@ -182,18 +179,19 @@ def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[s
                 )
 
 
-def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], styles: dict[str, str], tp: int) -> None:
-    """Refuses sharded layers beside routed experts: their input is tokens [N, D], whose sequence cannot be gathered."""
+def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], tp: int) -> None:
+    """Refuses a plan for a model with shared experts, whose input may be tokens [N, D]: a derived plan shards them."""
     prefix = f"{model.base_model_prefix}."
-    sparse = {
-        name.rpartition(".")[0] + "."
-        for name, _ in model.named_modules()
-        if _style(plan, name.removeprefix(prefix)) == _EXPERTS
-    }
-    beside = next((name for name in styles if name.startswith(tuple(sparse))), None)
-    if beside is not None:
-        why = f"{beside} is shared by all tokens of a mixture of experts, and sharding it is not supported"
-        raise ConfigError("parallel.tp", tp, why=why, remedy="use ZeRO or FSDP2 for this architecture (parallel.tp 1)")
+    for experts, _ in model.named_modules():
+        if _style(plan, experts.removeprefix(prefix)) != _EXPERTS:
+            continue
+        mixture = experts.rpartition(".")[0]
+        for name, module in model.get_submodule(mixture).named_modules(prefix=mixture):
+            inner = name.removeprefix(f"{mixture}.")
+            if isinstance(module, nn.Linear) and "." in inner and not name.startswith(f"{experts}."):  # not a gate
+                why = f"{name} is shared by all tokens of a mixture of experts, and its plan does not cover it"
+                remedy = "use ZeRO or FSDP2 for this architecture (parallel.tp 1)"
+                raise ConfigError("parallel.tp", tp, why=why, remedy=remedy)
 
 
 def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
@@ -234,6 +232,10 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
         shard(head, "bias", 0)
     _shard_linears(model, styles, group, shard)
     if blocks is not None:
+        for name, plan in blocks.items():
+            for parameter in plan.having(HEADS):
+                owner, _, key = f"{name}.{parameter}".rpartition(".")
+                shard(model.get_submodule(owner), key, 0)
         _apply_derived(model, group, blocks)
     else:
         gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
@@ -266,8 +268,10 @@ def _shard_linears(
 
 def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[str, BlockPlan]) -> None:
     """Adds to a model with sharded linear layers what its derived plan needs besides, in place."""
+    # one of each for all blocks: a compiled layer depends on their identity
     gather, scatter = partial(_gather_inputs, group), partial(_own_positions, group)
     recurrent = frozenset(recurrent_blocks(model))  # `apply_recurrent` gathers and scatters theirs
+    whole, own = partial(whole_features, group), partial(own_features, group)
     for name, plan in blocks.items():
         if name in recurrent:
             continue
@@ -275,12 +279,12 @@ def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[s
         block.register_forward_pre_hook(gather, with_kwargs=True)
         if not plan.styles:
             block.register_forward_hook(scatter)
-        inside = next((block.get_submodule(n) for n, style in plan.styles.items() if style == ROWWISE), None)
-        for child, style in plan.styles.items():
-            if style in SLICED:
-                assert inside is not None
-                width = linear_sizes(inside, ROWWISE)[0] * group.size()
-                slice_linear(block.get_submodule(child), style, width, rank=group.rank(), ranks=group.size())
+        for child in plan.having(*SLICED):
+            width = linear_sizes(block.get_submodule(plan.having(ROWWISE)[0]), ROWWISE)[0] * group.size()
+            slice_linear(block.get_submodule(child), plan.styles[child], width, rank=group.rank(), ranks=group.size())
+        for child in plan.having(GATHERED):
+            block.get_submodule(child).register_forward_pre_hook(whole)
+            block.get_submodule(child).register_forward_hook(own)
         scale_attributes(block, plan, group.size())
     tokens, layers = model.get_input_embeddings(), f"{largest_list(model)}."  # type: ignore[operator]
     for name, module in model.named_modules():
@@ -310,7 +314,7 @@ def _gather_input(
 def _gather_inputs(
     group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gathers all hidden states among a block's arguments from [B, T / tp, D] to [B, T, D]."""
+    """Gathers all hidden states among a block's arguments from [B, T / tp, D] to [B, T, D]; or tokens [N, D]."""
     states = hidden_states(args, kwargs)
 
     def whole(each: Any) -> Any:

@@ -1,12 +1,14 @@
 """Derives how tensor-parallel ranks compute the blocks of a decoder layer, where transformers has no usable plan.
 
-A block is a child of a decoder layer: attention, an MLP, a recurrent mixer. A tiny model runs once, and the inputs and
-output of each block are recorded. Then ways to shard the block's linear layers are tried: one rank after another
-computes its summand, and the sum has to be the recorded output. The last linear layer is sharded along its inputs
-(rowwise), the ones before it along their outputs (colwise), or computed whole, if a norm or a latent needs all of them.
-Fused projections whose parts lie one after another (GPT-2's queries, keys and values; gate and up of an MLP) are
-sliced: each rank keeps the weight whole and multiplies with its part. A block that mixes positions and cannot be
-sharded runs X trial proves the result with every gradient.
+A block is a child of a decoder layer: attention, an MLP, a recurrent mixer; or a part of one: the shared expert of a
+mixture, DBRX's attention. A tiny model runs once, and the inputs and output of each block are recorded. Then ways
+to shard the block's linear layers are tried: one rank after another computes its summand, and the sum has to be the
+recorded output. The last linear layer is sharded along its inputs (rowwise), the ones before it along their outputs
+(colwise), or computed whole: those of a latent, and of a module that selects keys (DeepSeek-V3.2's indexer). Fused
+projections whose parts lie one after another (GPT-2's queries, keys and values; gate and up of an MLP) are sliced: each
+rank keeps the weight whole and multiplies with its part. A norm over all heads gathers the features of all ranks, and
+of a parameter with a row per head (sinks) a rank has the rows of its heads. A block that mixes positions and cannot be
+sharded runs whole on every rank, on the gathered sequence. The sharded trial proves the result with every gradient.
 
 Shapes: B = 1, T = 16 positions, D features.
 """
@@ -16,8 +18,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,24 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import ConfigError
 from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
+from pipeline.engines.parallel.tensor_styles import (
+    COLWISE,
+    CONFIG,
+    GATHERED,
+    HALVES,
+    HEADS,
+    ONE_KEY,
+    QKV,
+    ROWWISE,
+    SLICED,
+    WHOLE,
+    BlockPlan,
+    linear_sizes,
+    rank_rows,
+    rows_of,
+    scale_attributes,
+    sharded_size,
+)
 from pipeline.models.attention import ATTENTION_NAME, attention_windows, make_context
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
@@ -37,12 +56,10 @@ _TRIES = 192
 """Ways to shard a block that are tried at most; a block has some hundred at worst, and a try takes 1 ms."""
 _HEADS = re.compile(r"(num|n)_.*heads?$|n_head$|num_heads$")
 _WIDTHS = re.compile(r"embed_dim$|split_size$|hidden_size$|d_model$|inner_dim$|intermediate_size$|attn_hidden_size$")
-_CONFIG, _CONFIG_HEADS = "config", ("num_attention_heads", "num_key_value_heads")
-"""Attribute with the config from which Phi-3's attention reads its numbers of heads: a rank's block gets its own."""
 
-WHOLE, COLWISE, ROWWISE, QKV, ONE_KEY, HALVES = "whole", "colwise", "rowwise", "qkv", "one key head", "halves"
-"""Styles of linear layers. Of QKV, ONE_KEY and HALVES a rank keeps the whole weight and multiplies with its rows."""
-SLICED = (QKV, ONE_KEY, HALVES)
+
+_Norms = dict[str, tuple[str, Tensor]]
+"""Name of a norm over all heads -> the linear layer whose outputs it normalizes, and its recorded output."""
 
 
 class BlockKind(NamedTuple):
@@ -57,20 +74,6 @@ class BlockKind(NamedTuple):
         """Returns the kind of a block."""
         parameters = tuple(key for key, _ in module.named_parameters())
         return cls(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), type(module).__name__, parameters)
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """How a rank computes a block.
-
-    Attributes:
-        styles: name of a linear layer within the block -> its style; empty for a block that runs whole.
-        scaled: attributes of the block or its modules (module, attribute) that a rank divides by tp, e.g. numbers of
-            heads.
-    """
-
-    styles: Mapping[str, str]
-    scaled: tuple[tuple[str, str], ...] = ()
 
 
 def derived_blocks(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
@@ -94,11 +97,11 @@ def derived_blocks(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
 
 
 def _divides(config: Any, block: nn.Module, plan: BlockPlan, tp: int) -> bool:
-    sizes = [getattr(block.get_submodule(name), key) for name, key in plan.scaled if key != _CONFIG]
+    sizes = [getattr(block.get_submodule(name), key) for name, key in plan.scaled if key != CONFIG]
     sizes += [global_value(config, "num_attention_heads") or 0]
     key_heads = global_value(config, "num_key_value_heads") or 0
     sizes += [] if key_heads == 1 else [key_heads]
-    sizes += [linear_sizes(block.get_submodule(n), style)[0] for n, style in plan.styles.items() if style != WHOLE]
+    sizes += [sharded_size(block, name, style) for name, style in plan.styles.items() if style != WHOLE]
     return all(size % tp == 0 for size in sizes)
 
 
@@ -110,10 +113,12 @@ def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
     config = shrink(config_from(key), divide=_RANKS, layers=2, vocab_size=_V)
     found: dict[BlockKind, BlockPlan] = {}
     try:
-        for name, call in recorded_calls(random_model(config, attention=ATTENTION_NAME).eval()).items():
+        calls, seen = recorded_calls(random_model(config, attention=ATTENTION_NAME).eval()), set[BlockKind]()
+        for name, call in calls.items():
             kind = BlockKind.of(name, call.block)
-            if kind not in found and (plan := _plan(call, _heads(config))) is not None:
-                found[kind] = plan
+            if kind not in seen and not any(name.startswith(f"{block}.") for block in calls):
+                found |= _plans(name, calls, _heads(config))
+                seen.add(kind)
     except Exception as error:  # each architecture fails in its own way
         why = f"transformers has no usable base_model_tp_plan for {config.model_type}, and none can be derived: "
         remedy = "use ZeRO or FSDP2 (parallel.tp 1)"
@@ -121,8 +126,10 @@ def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
     return found
 
 
-def _heads(config: Any) -> int:
-    return int(global_value(config, "num_attention_heads") or 0)
+def _heads(config: Any) -> tuple[int, int]:
+    """Returns the numbers of heads and key/value heads; 0 without attention."""
+    heads = int(global_value(config, "num_attention_heads") or 0)
+    return heads, int(global_value(config, "num_key_value_heads") or heads)
 
 
 class BlockCall(NamedTuple):
@@ -153,15 +160,18 @@ def recorded_calls(model: Any, *, documents: Tensor | None = None) -> dict[str, 
     calls: dict[str, BlockCall] = {}
 
     def record(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        states = hidden_states(args, kwargs)
-        if states is not None and isinstance(_first(output), Tensor) and _first(output).shape[:2] == states.shape[:2]:
-            calls[name] = BlockCall(block, args, kwargs, states, _first(output))
+        states, output = hidden_states(args, kwargs), _first(output)
+        if states is None or not isinstance(output, Tensor) or output.shape[:-1] != states.shape[:-1]:
+            return
+        if states.shape[:-1].numel() == _T:  # not some tokens of an expert
+            calls[name] = BlockCall(block, args, kwargs, states, output.clone())  # Llama 4 adds to it in place
 
     layers = largest_list(model)
     hooks = [
-        block.register_forward_hook(partial(record, f"{layers}.{number}.{child}"), with_kwargs=True)
+        block.register_forward_hook(partial(record, f"{layers}.{number}.{name}"), with_kwargs=True)
         for number, layer in enumerate(model.get_submodule(layers) if layers else ())
-        for child, block in _children(layer)
+        for child, outer in _children(layer)
+        for name, block in ((child, outer), *((f"{child}.{part}", inner) for part, inner in outer.named_children()))
         if any(True for _ in block.children()) and any(True for _ in block.parameters())
     ]
     windows = attention_windows(model.config)
@@ -183,11 +193,12 @@ def _children(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Returns the first argument of a block that is hidden states [B, T, D]; others of this shape are, too."""
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, Tensor) and each.ndim == 3 and each.is_floating_point():
-            return each
-    return None
+    """Returns the first argument of a block that is hidden states [B, T, D], else tokens [N, D]; None without either.
+
+    Further arguments of its shape are hidden states, too.
+    """
+    floats = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+    return next((each for dims in (3, 2) for each in floats if each.ndim == dims), None)
 
 
 def _first(output: Any) -> Any:
@@ -195,58 +206,116 @@ def _first(output: Any) -> Any:
 
 
 @torch.no_grad()
-def _plan(call: BlockCall, heads: int) -> BlockPlan | None:
-    """Returns the plan of a block; None if it acts on each position alone and cannot be sharded."""
-    found = next(_ways(call, heads), None)
-    return BlockPlan({}) if found is None and _mixes(call) else found
+def _plans(name: str, calls: Mapping[str, BlockCall], heads: tuple[int, int]) -> dict[BlockKind, BlockPlan]:
+    """Returns the plan of a block or of its parts; none if it acts on each position alone and cannot be sharded.
+
+    Args:
+        name: name of the block.
+        calls: recorded calls of blocks and parts.
+        heads: numbers of heads and key/value heads.
+    """
+    call = calls[name]
+    kind, plan = BlockKind.of(name, call.block), next(_ways(call, heads), None)
+    if plan is not None:
+        return {kind: plan}
+    inside = [each for each in calls if each.startswith(f"{name}.")]
+    parts = {each: plan for each in inside if (plan := next(_ways(calls[each], heads), None)) is not None}
+    if not _mixes(call):  # parts of a norm are too small to be worth an exchange
+        return {BlockKind.of(each, calls[each].block): parts[each] for each in parts if _has_experts(call.block)}
+    hooks = [calls[each].block.register_forward_hook(zero_output) for each in parts]
+    elsewhere = _mixes(call)
+    for hook in hooks:
+        hook.remove()
+    return {kind: BlockPlan({})} if elsewhere else {BlockKind.of(n, calls[n].block): parts[n] for n in parts}
+
+
+def _has_experts(block: nn.Module) -> bool:
+    """Whether a block has stacked experts, or a list of them; or convolutions."""
+    stacked = any(p.ndim > 2 for p in block.parameters())
+    return stacked or any(isinstance(m, nn.ModuleList) for m in block.modules())
+
+
+def zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Forward hook: replaces a block's output, or the first of several outputs, by zeros."""
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
 
 
 def _mixes(call: BlockCall) -> bool:
     """Whether the output at a position depends on the hidden states at another."""
     other = call.states.clone()
-    other[:, 0] += 1.0
-    return not close(call.run(call.block, other)[:, 1:], call.output[:, 1:])
+    other.view(_T, -1)[0] = other.view(_T, -1)[0].roll(1)  # a constant would vanish in a LayerNorm (DBRX)
+    one, two = (call.run(call.block, each).view(_T, -1)[1:] for each in (call.states, other))
+    return not close(two, one)
 
 
-def _ways(call: BlockCall, heads: int) -> Iterator[BlockPlan]:
+def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
     """Yields the ways to shard a block whose ranks' outputs sum to the recorded output."""
     block = call.block
-    if any(p.ndim > 2 for p in block.parameters()) or any(isinstance(m, nn.ModuleList) for m in block.modules()):
-        return  # experts, convolutions
-    linears = _called_linears(call)
+    if _has_experts(block):
+        return
+    linears, norms = _called(call)
     last = next((n for n, m in reversed(linears.items()) if linear_sizes(m, COLWISE)[0] == call.output.shape[-1]), None)
     if last is None or any(isinstance(m, nn.Linear) and n not in linears for n, m in block.named_modules()):
         return
     names = [name for name in linears if name != last]
-    inside = linear_sizes(linears[last], ROWWISE)[0]
-    fused = len(names) <= 2
-    options = [_options(linear_sizes(linears[name], COLWISE)[0], inside, heads, fused=fused) for name in names]
-    ways = itertools.product(itertools.product(*options), _scalings(block))
-    for styles, scaled in itertools.islice(ways, _TRIES):
-        if not names or set(styles) != {WHOLE}:
-            plan = BlockPlan({**dict(zip(names, styles, strict=True)), last: ROWWISE}, scaled)
-            if names and _sums_to_output(call, plan):
+    apart = [name for name in names if name.rpartition(".")[0] != last.rpartition(".")[0]]
+    for whole in [apart, []] if 0 < len(apart) < len(names) else [[]]:
+        free = {name: linears[name] for name in names if name not in whole}
+        ways = itertools.product(
+            _styles(free, linear_sizes(linears[last], ROWWISE)[0], heads[0]),
+            _scalings(block, {name.rpartition(".")[0] for name in whole}),
+            _rows_per_head(block, heads),
+        )
+        for styles, scaled, rows in itertools.islice(ways, _TRIES):
+            if set(styles.values()) <= {WHOLE}:
+                continue
+            gathered = {norm: GATHERED for norm, (linear, _) in norms.items() if styles.get(linear) == COLWISE}
+            every = dict.fromkeys(whole, WHOLE) | styles | {last: ROWWISE} | gathered | dict.fromkeys(rows, HEADS)
+            if _sums_to_output(call, plan := BlockPlan(every, scaled), norms):
                 yield plan
 
 
-def _called_linears(call: BlockCall) -> dict[str, nn.Module]:
-    """Returns the linear layers of a block in the order of their calls."""
+def _called(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
+    """Returns the linear layers of a block in the order of their calls, and the norms over all outputs of one."""
     names = {module: name for name, module in call.block.named_modules()}
-    found: dict[str, nn.Module] = {}
+    linears: dict[str, nn.Module] = {}
+    made: dict[tuple[int, torch.Size], str] = {}
+    norms: _Norms = {}
 
-    def called(module: nn.Module, *_: Any) -> None:
-        found[names[module]] = module
+    def called(module: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        if isinstance(module, (Conv1D, nn.Linear)):
+            linears[names[module]] = module
+            made[output.data_ptr(), output.shape] = names[module]
+            kept.append(output)
+        elif args and (source := made.get((args[0].data_ptr(), args[0].shape))) is not None:
+            norms[names[module]] = source, output
 
-    plain = (m for m in names if isinstance(m, Conv1D) or (isinstance(m, nn.Linear) and _is_plain(m)))
-    hooks = [module.register_forward_hook(called) for module in plain]
+    kept: list[Tensor] = []  # so that no later tensor gets the address
+    wanted = (m for m in names if isinstance(m, Conv1D) or (isinstance(m, nn.Linear) and _is_plain(m)) or _is_norm(m))
+    hooks = [module.register_forward_hook(called) for module in wanted]
     call.run(call.block, call.states)
     for hook in hooks:
         hook.remove()
-    return found
+    return linears, norms
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 1 and not any(True for _ in module.children())
 
 
 def _is_plain(linear: nn.Linear) -> bool:
     return type(linear).forward is nn.Linear.forward
+
+
+def _styles(linears: Mapping[str, nn.Module], inside: int, heads: int) -> Iterator[dict[str, str]]:
+    """Yields the styles to try for the linear layers before a rowwise one with `inside` inputs."""
+    fused = len(linears) <= 2
+    options = [_options(linear_sizes(each, COLWISE)[0], inside, heads, fused=fused) for each in linears.values()]
+    for styles in itertools.product(*options):
+        yield dict(zip(linears, styles, strict=True))
 
 
 def _options(width: int, inside: int, heads: int, *, fused: bool) -> list[str]:
@@ -262,120 +331,73 @@ def _options(width: int, inside: int, heads: int, *, fused: bool) -> list[str]:
     return [COLWISE, *sliced, WHOLE]
 
 
-def _scalings(block: nn.Module) -> list[tuple[tuple[str, str], ...]]:
-    """Returns sets of attributes to divide: none, numbers of heads, and also widths."""
+def _rows_per_head(block: nn.Module, heads: tuple[int, int]) -> list[tuple[str, ...]]:
+    """Returns sets of parameters of which a rank may have the rows of its heads: none, the block's own, and all."""
+    found = [
+        name for name, p in block.named_parameters() if p.ndim and p.shape[0] in heads and not _in_linear(block, name)
+    ]
+    return list(dict.fromkeys([(), tuple(name for name in found if "." not in name), tuple(found)]))
+
+
+def _in_linear(block: nn.Module, parameter: str) -> bool:
+    return isinstance(block.get_submodule(parameter.rpartition(".")[0]), (nn.Linear, Conv1D))
+
+
+def _scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], ...]]:
+    """Returns sets of attributes to divide, but for modules that run whole: none, numbers of heads, and also widths."""
     found = [
         (name, key, bool(_HEADS.search(key)))
         for name, module in block.named_modules()
         for key, value in vars(module).items()
         if isinstance(value, int) and not isinstance(value, bool) and (_HEADS.search(key) or _WIDTHS.search(key))
-        if not isinstance(module, (nn.Linear, Conv1D))
+        if not isinstance(module, (nn.Linear, Conv1D)) and name not in whole
     ]
     heads = tuple((name, key) for name, key, of_heads in found if of_heads)
-    config = (("", _CONFIG),) if getattr(block, _CONFIG, None) is not None else ()
+    config = (("", CONFIG),) if getattr(block, CONFIG, None) is not None else ()
     every = tuple((name, key) for name, key, _ in found)
     widths = tuple(each for each in every if each not in heads)
     return list(dict.fromkeys([(), heads, every, widths, heads + config, every + config]))
 
 
-def _sums_to_output(call: BlockCall, plan: BlockPlan) -> bool:
+def _sums_to_output(call: BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
     """Whether the summands that the ranks compute from the block's input add up to its output."""
     total = torch.zeros_like(call.output)
     try:
         for rank in range(_RANKS):
             local = copy.deepcopy(call.block)
-            _shard_copy(local, plan, rank)
+            _shard_copy(local, plan, norms, rank)
             total += call.run(local, call.states)
     except Exception:  # shapes do not fit
         return False
     return close(total, call.output)
 
 
-def _shard_copy(block: nn.Module, plan: BlockPlan, rank: int) -> None:
+def _shard_copy(block: nn.Module, plan: BlockPlan, norms: _Norms, rank: int) -> None:
     """Reduces a tiny block to a rank's shards, in place; rank 0 adds the bias of the last linear layer."""
-    inside = next(linear_sizes(block.get_submodule(n), s)[0] for n, s in plan.styles.items() if s == ROWWISE)
-    for name, style in plan.styles.items():
+    inside = next(linear_sizes(block.get_submodule(n), ROWWISE)[0] for n in plan.having(ROWWISE))
+    for name in plan.having(HEADS):
+        owner: Any = block.get_submodule(name.rpartition(".")[0])
+        key = name.rpartition(".")[2]
+        setattr(owner, key, nn.Parameter(getattr(owner, key).chunk(_RANKS)[rank]))
+    for name in plan.having(GATHERED):  # of the features of all ranks
+        norm: Any = block.get_submodule(name)
+        norm.forward = partial(_recorded_part, norms[name][1].chunk(_RANKS, -1)[rank])
+    for name in plan.having(COLWISE, ROWWISE, *SLICED):
         linear: Any = block.get_submodule(name)
-        if style == WHOLE:
-            continue
+        style = plan.styles[name]
         size, dim = linear_sizes(linear, style)
         rows = rank_rows(style, size, inside, rank=rank, ranks=_RANKS)
-        linear.weight = nn.Parameter(_rows(linear.weight, dim, rows))
+        linear.weight = nn.Parameter(rows_of(linear.weight, dim, rows))
         if linear.bias is not None:
-            bias = _rows(linear.bias, 0, rows) if style != ROWWISE else linear.bias * (rank == 0)
+            bias = rows_of(linear.bias, 0, rows) if style != ROWWISE else linear.bias * (rank == 0)
             linear.bias = nn.Parameter(bias)
         if isinstance(linear, Conv1D) and style != ROWWISE:
             linear.nf = linear.weight.shape[dim]
     scale_attributes(block, plan, _RANKS)
 
 
-def scale_attributes(block: nn.Module, plan: BlockPlan, ranks: int) -> None:
-    """Divides the attributes of a block that count heads or features, in place."""
-    for name, key in plan.scaled:
-        module = block.get_submodule(name)
-        value = getattr(module, key)
-        if key != _CONFIG:
-            setattr(module, key, value // ranks)
-            continue
-        setattr(module, key, copy.copy(value))
-        for count in _CONFIG_HEADS:
-            if (getattr(value, count, None) or 1) > 1:
-                setattr(getattr(module, key), count, getattr(value, count) // ranks)
-
-
-def linear_sizes(linear: Any, style: str) -> tuple[int, int]:
-    """Returns the size that a style shards and its dim of the weight; Conv1D (GPT-2) stores inputs first."""
-    dim = int((style == ROWWISE) != isinstance(linear, Conv1D))
-    return linear.weight.shape[dim], dim
-
-
-def rank_rows(style: str, size: int, inside: int, *, rank: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Returns ranges (first, end) of the outputs of a linear layer that a rank computes, or of its rowwise inputs.
-
-    Args:
-        style: style of the layer.
-        size: size of the sharded dim.
-        inside: inputs of the block's rowwise layer: the width of all queries, or of an MLP.
-        rank: this rank.
-        ranks: number of ranks.
-    """
-    parts = {QKV: [inside, *[(size - inside) // 2] * 2], ONE_KEY: [inside], HALVES: [size // 2] * 2}.get(style, [size])
-    starts = itertools.accumulate(parts, initial=0)
-    found = [(at + rank * (n // ranks), at + (rank + 1) * (n // ranks)) for at, n in zip(starts, parts, strict=False)]
-    return (*found, *([(sum(parts), size)] if sum(parts) < size else []))
-
-
-def _rows(tensor: Tensor, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    return torch.cat([tensor.narrow(dim, first, end - first) for first, end in ranges], dim)
-
-
-class SlicedLinear(nn.Linear):
-    """A linear layer with a whole weight, of whose outputs a rank computes some: `rows`."""
-
-    rows: tuple[tuple[int, int], ...]
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Computes a rank's outputs."""
-        bias = None if self.bias is None else _rows(self.bias, 0, self.rows)
-        return nn.functional.linear(features, _rows(self.weight, 0, self.rows), bias)
-
-
-class SlicedConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, sliced as in `SlicedLinear`."""
-
-    rows: tuple[tuple[int, int], ...]
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Computes a rank's outputs."""
-        outputs: Tensor = features @ _rows(self.weight, 1, self.rows) + _rows(self.bias, 0, self.rows)
-        return outputs
-
-
-def slice_linear(linear: nn.Module, style: str, inside: int, *, rank: int, ranks: int) -> None:
-    """Makes a linear layer compute a rank's rows, in place; see `rank_rows` for the arguments."""
-    rows = rank_rows(style, linear_sizes(linear, style)[0], inside, rank=rank, ranks=ranks)
-    linear.__class__ = SlicedConv1D if isinstance(linear, Conv1D) else SlicedLinear
-    linear.rows = rows  # type: ignore[assignment]
+def _recorded_part(part: Tensor, _features: Tensor) -> Tensor:
+    return part
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

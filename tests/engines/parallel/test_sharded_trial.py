@@ -130,7 +130,11 @@ def test_tensor_parallel_ranks_are_simulated_and_a_wrong_sum_is_refused(monkeypa
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "olmoe", "deepseek_v3", "phi3", "lfm2", "nemotron_h", "gpt_bigcode", "longcat_flash", "opt"]
+    "kind",
+    [
+        *("gpt2", "olmoe", "deepseek_v32", "phi3", "lfm2", "nemotron_h", "gpt_bigcode", "longcat_flash", "opt"),
+        *("gpt_oss", "qwen2_moe", "llama4", "dbrx"),
+    ],
 )
 def test_a_family_without_a_usable_plan_is_proven_in_two_tensor_parallel_ranks(kind: str) -> None:
     began = time.process_time()
@@ -152,8 +156,20 @@ def test_linear_layers_are_sharded_by_shape_position_and_use() -> None:
     assert blocks("gpt_bigcode", tp=2)["transformer.h.0.attn"].styles["c_attn"] == "one key head"
 
 
-def test_a_block_runs_whole_if_a_norm_needs_all_heads_or_tp_does_not_divide_them() -> None:
-    assert blocks("olmoe", tp=2) == {f"model.layers.{n}.self_attn": BlockPlan({}) for n in range(4)}
+def test_shared_experts_sinks_norms_over_all_heads_and_indexers_have_their_styles() -> None:
+    mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    assert blocks("qwen2_moe", tp=2)["model.layers.0.mlp.shared_expert"] == BlockPlan(mlp)
+    assert blocks("llama4_text", tp=2)["model.layers.1.feed_forward.shared_expert"].styles == mlp
+    assert blocks("gpt_oss", tp=2)["model.layers.0.self_attn"].having("heads") == ["sinks"]
+    assert blocks("olmoe", tp=2)["model.layers.0.self_attn"].having("gathered") == ["q_norm", "k_norm"]
+    sparse = blocks("deepseek_v32", tp=2)["model.layers.0.self_attn"]
+    assert sparse.having("colwise") == ["q_b_proj", "kv_b_proj"]
+    assert not any(module == "indexer" for module, _ in sparse.scaled)
+    assert "transformer.blocks.0.norm_attn_norm.attn" in blocks("dbrx", tp=2)  # not the norms around it
+
+
+def test_a_block_runs_whole_if_it_cannot_be_sharded_or_tp_does_not_divide_its_heads() -> None:
+    assert blocks("mamba2", tp=2) == {f"backbone.layers.{n}.mixer": BlockPlan({}) for n in range(4)}
     eight = blocks("gpt2", tp=8)  # of 4 heads
     assert {plan.styles == {} for plan in eight.values()} == {True}
     assert blocks("gpt2", tp=4)["transformer.h.0.attn"].styles
@@ -170,6 +186,32 @@ def test_a_wrong_way_to_shard_a_fused_projection_is_refused(
     monkeypatch.setattr(tensor, "derived_blocks", changed)
     with pytest.raises(ConfigError, match=r"(?s)parallel.tp = 2.*two tensor-parallel ranks (fails|give another)"):
         check("gpt2", tp=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "wrong", "tensor_name"),
+    [
+        # the norm over a rank's own heads; the sum over ranks of a shared expert's outputs is missing
+        ("olmoe", "whole_features", lambda _group, _norm, args: (args[0].repeat(1, 1, 2),), r"model\.\S+"),
+        ("qwen2_moe", "reduce_scatter", lambda full, group, dim: full.chunk(2, dim)[group.rank()], r"model\.\S+"),
+    ],
+)
+def test_a_wrong_exchange_between_the_ranks_of_a_derived_plan_is_refused(
+    kind: str, function: str, wrong: Any, tensor_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor, function, wrong)
+    with pytest.raises(ConfigError, match=rf"(?s)parallel.tp = 2.*(the loss is|the gradient of {tensor_name})"):
+        check(kind, tp=2)
+
+
+def test_sinks_of_other_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsharded(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+        found = derived_blocks(model, tp=tp)
+        return {n: replace(p, styles={k: v for k, v in p.styles.items() if v != "heads"}) for n, p in found.items()}
+
+    monkeypatch.setattr(tensor, "derived_blocks", unsharded)
+    with pytest.raises(ConfigError, match=r"(?s)parallel.tp = 2.*two tensor-parallel ranks (fails|give another)"):
+        check("gpt_oss", tp=2)
 
 
 def test_a_base_model_that_adds_inputs_of_the_whole_sequence_is_refused_with_tp() -> None:
