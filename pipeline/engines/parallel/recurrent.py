@@ -34,8 +34,7 @@ from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.recurrent_heads import own_heads
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import config_from, config_key
-from pipeline.engines.parallel.tensor_plan import BlockCall, close, recorded_calls
-from pipeline.engines.parallel.tensor_styles import BlockKind
+from pipeline.engines.parallel.tensor_plan import BlockCall, BlockKind, close, recorded_calls
 from pipeline.models.attention import ATTENTION_NAME, AttentionContext
 from pipeline.models.resize.shrink import shrink
 
@@ -70,14 +69,16 @@ def _kinds(key: str) -> dict[BlockKind, bool]:
         calls = recorded_calls(random_model(config, attention=ATTENTION_NAME).eval(), documents=documents)
     except Exception:  # each architecture fails in its own way
         return {}
-    outermost = {name: call for name, call in calls.items() if not any(name.startswith(f"{n}.") for n in calls)}
-    found = {BlockKind.of(name, call.block): call for name, call in outermost.items() if _mixes_documents(call)}
+    outermost = (call for call in calls.items() if not any(call[0].startswith(f"{name}.") for name in calls))
+    found = {BlockKind.of(name, call.block): call for name, call in outermost if _mixes_documents(call)}
     return {kind: _divides_heads(call) for kind, call in found.items()}
 
 
 @torch.no_grad()
 def _mixes_documents(call: BlockCall) -> bool:
-    """Whether the first document's last position changes the output of the second."""
+    """Whether the first document's last position changes the output of the second; not of a block of tokens [N, D]."""
+    if call.states.ndim < 3:
+        return False
     other = call.states.clone()
     other[:, _BOUNDARY - 1] += 1.0
     changed, expected = call.run(call.block, other)[:, _BOUNDARY:], call.output[:, _BOUNDARY:]
