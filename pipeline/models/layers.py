@@ -96,6 +96,15 @@ _WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 """Transformers' `layer_types` of layers whose cost does not grow with the sequence: recurrent ones, and MLPs alone."""
 
 
+_RECURRENT = frozenset(("linear_attention", "conv", "hybrid"))
+"""Transformers' `layer_types` of layers with a state or a convolution, alone or beside attention."""
+
+
+def is_recurrent(config: PretrainedConfig | None) -> bool:
+    """Whether layers of a model mix positions by other means than attention, as far as its config says."""
+    return not _RECURRENT.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
 def attention_widths(config: PretrainedConfig) -> list[int]:
     """Returns heads x head size of every layer; zeros for a layer or a model without attention heads."""
     layers: Any = config.per_layer_config if differ(config) else [config] * config.num_hidden_layers

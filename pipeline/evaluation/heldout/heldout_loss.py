@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.micro_batch import make_batch
-from pipeline.engines.parallel.recurrent import Recurrent, SequenceRanks, apply_recurrent, recurrent_blocks
 from pipeline.evaluation.heldout.data import count_targets, count_targets_of_each, loss_by_source, targets_of
+from pipeline.models.layers import is_recurrent
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity
 
 
@@ -79,10 +79,7 @@ def evaluate(
     """
     chosen = choose_windows(dataset.windows, max_windows)
     targets = count_targets(dataset, chosen, mask_documents=mask_documents)
-    recurrent = None
-    if mask_documents and hasattr(model, "config"):
-        recurrent = apply_recurrent(model, SequenceRanks(), blocks=recurrent_blocks(model))
-    score = partial(_loss, model, dataset, device=device, mask_documents=mask_documents, recurrent=recurrent)
+    score = partial(_loss, model, dataset, device=device, mask_documents=mask_documents)
     was_training = bool(model.training)
     model.eval()
     try:
@@ -115,6 +112,16 @@ def _batches(
             progress(begin + len(windows), len(chosen))
 
 
+def _of_documents(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Computes the logits [B, T, V] of each document alone: recurrent layers have no document mask."""
+    rows = []
+    for row, row_positions in zip(ids, positions, strict=True):
+        begins = (row_positions == 0).nonzero()[1:, 0].tolist()  # the first document's is 0
+        parts = row[None].tensor_split(begins, dim=1)
+        rows.append(torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], dim=1))
+    return torch.cat(rows)
+
+
 def _loss(
     model: Any,
     dataset: TokenDataset,
@@ -122,7 +129,6 @@ def _loss(
     *,
     device: torch.device | str,
     mask_documents: bool,
-    recurrent: Recurrent | None,
 ) -> torch.Tensor:
     """Loss of B windows, each summed over its targets, float64 [B]."""
     rows = dataset.read(windows)
@@ -130,12 +136,13 @@ def _loss(
     loss_mask = torch.from_numpy(targets_of(dataset, windows, mask_documents=mask_documents)).to(device)
     inputs = {"input_ids": tokens[:, :-1]}
     if mask_documents:  # transformers derives the document mask from positions that restart
-        batch = make_batch(rows, dataset.boundaries(windows)).to(torch.device(device))
-        assert batch.positions is not None
-        inputs["position_ids"] = batch.positions
-        if recurrent is not None:
-            recurrent.begin_micro_batch(batch.documents)
-    logits = model(**inputs, use_cache=False).logits
+        positions = make_batch(rows, dataset.boundaries(windows)).positions
+        assert positions is not None
+        inputs["position_ids"] = positions.to(device)
+    if mask_documents and is_recurrent(getattr(model, "config", None)):
+        logits = _of_documents(model, tokens[:, :-1], inputs["position_ids"])
+    else:
+        logits = model(**inputs, use_cache=False).logits
     # window by window: float32 logits of a whole batch would be 8 GB at B=8, T=2048, V=128k
     losses = [
         F.cross_entropy(one.float(), target, reduction="none")[counts]

@@ -9,12 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundation.errors import DataError
 from pipeline.data.dataset import TokenDataset, choose_windows
 from pipeline.data.loader import heldout_batches
-from pipeline.data.micro_batch import IGNORE
+from pipeline.data.micro_batch import IGNORE, make_batch
+from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.architecture_trial import random_model
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, recurrent_blocks
 from pipeline.evaluation.heldout.heldout_loss import evaluate
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.runtime.metrics.journal import read_rows
@@ -23,6 +27,7 @@ from tests.conftest import launch, losses, start, tiny_config, write_config
 from tests.data.test_opening import megatron
 from tests.evaluation.heldout.small import SEQUENCE, VOCAB, make_masked, make_model
 from tests.support import refusal_of
+from tests.sweeps.families import tiny_fields
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +75,22 @@ def test_only_targets_of_the_loss_mask_are_evaluated_as_in_training(loaded: torc
     assert in_training == pytest.approx(dataset.windows * SEQUENCE / 3, rel=0.01)  # the mask has every third token
     assert found.loss_nats == pytest.approx(plain_loss(loaded, dataset), rel=1e-5)
     assert found.bits_per_byte is None, "the mean of a third of the tokens says nothing of all bytes"
+
+
+def test_recurrent_layers_read_each_document_alone_as_in_training(heldout: TokenDataset) -> None:
+    model = random_model(AutoConfig.for_model(**{**tiny_fields("bamba"), "vocab_size": VOCAB})).eval()
+    masked, whole = (
+        evaluate(model, heldout, batch_size=4, device="cpu", max_windows=4, mask_documents=mask)
+        for mask in (True, False)
+    )
+    chosen = choose_windows(heldout.windows, 4)
+    batch = make_batch(heldout.read(chosen), heldout.boundaries(chosen))
+    recurrent = apply_recurrent(model, SequenceRanks(), blocks=recurrent_blocks(model))
+    decoder = Decoder(model, DecoderLayout(own_attention=False, recurrent=recurrent), parameter_owners(model))
+    with torch.no_grad():
+        total = float(decoder(batch.input_ids, batch, CrossEntropy())[0])
+    assert masked.loss_nats == pytest.approx(total / masked.tokens, rel=1e-5)
+    assert abs(masked.loss_nats - whole.loss_nats) > 0.01
 
 
 def test_windows_without_targets_are_refused(loaded: torch.nn.Module, tokens: Path, tmp_path: Path) -> None:
