@@ -94,7 +94,8 @@ def assemble(
     exchange = exchange_of(run)
     experts = apply_expert_parallel(causal, ep_group, names=names, exchange=exchange) if ep_group else {}
     rest = {key: name for key, name in names.items() if name not in experts}
-    tensor = apply_tensor_parallel(causal, tp_group, names=rest) if tp_group else None
+    table = run.config.parallel.tp_plan
+    tensor = apply_tensor_parallel(causal, tp_group, names=rest, table=table) if tp_group else None
     apply_fp8(causal, run.config.fp8)
     apply_quantization_aware(causal, run.config.quantization_aware)
     cp, cp_rank = (run.topology.cp, mesh.coordinates["cp"]) if mesh else (1, 0)

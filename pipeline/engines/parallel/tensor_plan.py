@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Set
 from functools import cache, partial
@@ -34,6 +35,7 @@ from pipeline.engines.parallel.tensor_styles import (
     GATHERED,
     HALVES,
     HEADS,
+    NO_TABLE,
     ONE_KEY,
     QKV,
     ROWWISE,
@@ -46,6 +48,7 @@ from pipeline.engines.parallel.tensor_styles import (
     scale_attributes,
     sharded_size,
 )
+from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.models.attention import ATTENTION_NAME, attention_windows, make_context
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
@@ -76,18 +79,19 @@ class BlockKind(NamedTuple):
         return cls(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), type(module).__name__, parameters)
 
 
-def derived_blocks(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+def derived_blocks(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE) -> dict[str, BlockPlan]:
     """Returns the plan of every block of a model by name; blocks that act on each position alone are left out.
 
     Args:
         model: the full model or a pipeline stage of it, on any device.
         tp: size of the tp axis. A block whose sizes it does not divide runs whole.
+        table: the config's `parallel.tp_plan`, which overrides what is derived.
 
     Raises:
-        ConfigError: the tiny model fails.
+        ConfigError: the tiny model fails, or the table is wrong.
     """
     config: Any = model.config
-    kinds = _kinds(config_key(config))
+    kinds = _kinds(config_key(config), tuple(sorted(table.items())))
     found: dict[str, BlockPlan] = {}
     for name, module in model.named_modules():
         plan = kinds.get(BlockKind.of(name, module))
@@ -106,9 +110,23 @@ def _divides(config: Any, block: nn.Module, plan: BlockPlan, tp: int) -> bool:
 
 
 @cache
-def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
-    """Derives the plans of an architecture's blocks from a tiny model; cached by config."""
+def _kinds(key: str, table: tuple[tuple[str, str], ...]) -> dict[BlockKind, BlockPlan]:
+    """Returns the plans of an architecture's blocks; cached by config and table, in memory and on disk."""
+
+    def derive() -> list[Any]:
+        return [[*kind, dict(plan.styles), plan.scaled] for kind, plan in _derived_kinds(key, dict(table)).items()]
+
+    rows = remembered("shards", [key, json.dumps(table)], derive)
+    return {
+        BlockKind(name, module, tuple(parameters)): BlockPlan(styles, tuple((owner, each) for owner, each in scaled))
+        for name, module, parameters, styles, scaled in rows
+    }
+
+
+def _derived_kinds(key: str, table: Mapping[str, str]) -> dict[BlockKind, BlockPlan]:
+    """Derives the plans of an architecture's blocks from a tiny model."""
     from pipeline.engines.parallel.architecture_trial import random_model  # noqa: PLC0415  # it imports this module
+    from pipeline.engines.parallel.tensor_table import table_plans  # noqa: PLC0415  # it imports this module
 
     config = shrink(config_from(key), divide=_RANKS, layers=2, vocab_size=_V)
     found: dict[BlockKind, BlockPlan] = {}
@@ -119,6 +137,9 @@ def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
             if kind not in seen and not any(name.startswith(f"{block}.") for block in calls):
                 found |= _plans(name, calls, _heads(config))
                 seen.add(kind)
+        found |= table_plans(table, calls, found)
+    except ConfigError:
+        raise
     except Exception as error:  # each architecture fails in its own way
         why = f"transformers has no usable base_model_tp_plan for {config.model_type}, and none can be derived: "
         remedy = "use ZeRO or FSDP2 (parallel.tp 1)"
@@ -132,7 +153,7 @@ def _heads(config: Any) -> tuple[int, int]:
     return heads, int(global_value(config, "num_key_value_heads") or heads)
 
 
-class _BlockCall(NamedTuple):
+class BlockCall(NamedTuple):
     """A recorded call of a block."""
 
     block: nn.Module
@@ -150,16 +171,16 @@ class _BlockCall(NamedTuple):
 
 
 @torch.no_grad()
-def _recorded(model: Any) -> dict[str, _BlockCall]:
+def _recorded(model: Any) -> dict[str, BlockCall]:
     """Records the call of every block of a tiny model, in a forward pass with headrace's own attention."""
-    calls: dict[str, _BlockCall] = {}
+    calls: dict[str, BlockCall] = {}
 
     def record(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         states, output = hidden_states(args, kwargs), _first(output)
         if states is None or not isinstance(output, Tensor) or output.shape[:-1] != states.shape[:-1]:
             return
         if states.shape[:-1].numel() == _T:  # not some tokens of an expert
-            calls[name] = _BlockCall(block, args, kwargs, states, output.clone())  # Llama 4 adds to it in place
+            calls[name] = BlockCall(block, args, kwargs, states, output.clone())  # Llama 4 adds to it in place
 
     layers = largest_list(model)
     hooks = [
@@ -201,7 +222,7 @@ def _first(output: Any) -> Any:
 
 
 @torch.no_grad()
-def _plans(name: str, calls: Mapping[str, _BlockCall], heads: tuple[int, int]) -> dict[BlockKind, BlockPlan]:
+def _plans(name: str, calls: Mapping[str, BlockCall], heads: tuple[int, int]) -> dict[BlockKind, BlockPlan]:
     """Returns the plan of a block or of its parts; none if it acts on each position alone and cannot be sharded.
 
     Args:
@@ -237,7 +258,7 @@ def zero_output(_module: nn.Module, _args: Any, output: Any) -> Any:
     return torch.zeros_like(output)
 
 
-def _mixes(call: _BlockCall) -> bool:
+def _mixes(call: BlockCall) -> bool:
     """Whether the output at a position depends on the hidden states at another."""
     other = call.states.clone()
     other.view(_T, -1)[0] = other.view(_T, -1)[0].roll(1)  # a constant would vanish in a LayerNorm (DBRX)
@@ -245,12 +266,12 @@ def _mixes(call: _BlockCall) -> bool:
     return not _close(two, one)
 
 
-def _ways(call: _BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
+def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
     """Yields the ways to shard a block whose ranks' outputs sum to the recorded output."""
     block = call.block
     if _has_experts(block):
         return
-    linears, norms = _called(call)
+    linears, norms = called_modules(call)
     last = next((n for n, m in reversed(linears.items()) if linear_sizes(m, COLWISE)[0] == call.output.shape[-1]), None)
     if last is None or any(isinstance(m, nn.Linear) and n not in linears for n, m in block.named_modules()):
         return
@@ -260,7 +281,7 @@ def _ways(call: _BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
         free = {name: linears[name] for name in names if name not in whole}
         ways = itertools.product(
             _styles(free, linear_sizes(linears[last], ROWWISE)[0], heads[0]),
-            _scalings(block, {name.rpartition(".")[0] for name in whole}),
+            scalings(block, {name.rpartition(".")[0] for name in whole}),
             _rows_per_head(block, heads),
         )
         for styles, scaled, rows in itertools.islice(ways, _TRIES):
@@ -268,11 +289,12 @@ def _ways(call: _BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
                 continue
             gathered = {norm: GATHERED for norm, (linear, _) in norms.items() if styles.get(linear) == COLWISE}
             every = dict.fromkeys(whole, WHOLE) | styles | {last: ROWWISE} | gathered | dict.fromkeys(rows, HEADS)
-            if _sums_to_output(call, plan := BlockPlan(every, scaled), norms):
+            if sums_to_output(call, plan := BlockPlan(every, scaled), norms):
                 yield plan
 
 
-def _called(call: _BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
+@torch.no_grad()
+def called_modules(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
     """Returns the linear layers of a block in the order of their calls, and the norms over all outputs of one."""
     names = {module: name for name, module in call.block.named_modules()}
     linears: dict[str, nn.Module] = {}
@@ -338,7 +360,7 @@ def _in_linear(block: nn.Module, parameter: str) -> bool:
     return isinstance(block.get_submodule(parameter.rpartition(".")[0]), (nn.Linear, Conv1D))
 
 
-def _scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], ...]]:
+def scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], ...]]:
     """Returns sets of attributes to divide, but for modules that run whole: none, numbers of heads, and also widths."""
     found = [
         (name, key, bool(_HEADS.search(key)))
@@ -354,7 +376,8 @@ def _scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], 
     return list(dict.fromkeys([(), heads, every, widths, heads + config, every + config]))
 
 
-def _sums_to_output(call: _BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
+@torch.no_grad()
+def sums_to_output(call: BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
     """Whether the summands that the ranks compute from the block's input add up to its output."""
     total = torch.zeros_like(call.output)
     try:

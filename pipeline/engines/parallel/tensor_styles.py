@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ SLICED = (QKV, ONE_KEY, HALVES)
 HEADS, GATHERED = "heads", "gathered"
 """Styles of a parameter, of which a rank keeps the rows of its heads (attention sinks), and of a norm that needs the
 features of all ranks, which gather them for it."""
+
+STYLES = (WHOLE, COLWISE, ROWWISE, *SLICED, HEADS, GATHERED)
+NO_TABLE: Mapping[str, str] = MappingProxyType({})
+"""Table of styles (`parallel.tp_plan`) of a run that has none."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from pipeline.engines.parallel.own_head import OwnHead
 from pipeline.engines.parallel.sharded_trial import LossGradients, whole_gradients
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
-from pipeline.engines.parallel.tensor_plan import BlockPlan, derived_blocks
+from pipeline.engines.parallel.tensor_plan import derived_blocks
+from pipeline.engines.parallel.tensor_styles import BlockPlan
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
 from tests.engines.parallel.layouts import resolved
@@ -186,7 +187,7 @@ def test_a_block_runs_whole_if_it_cannot_be_sharded_or_tp_does_not_divide_its_he
 def test_a_wrong_way_to_shard_a_fused_projection_is_refused(
     wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changed(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+    def changed(model: nn.Module, *, tp: int, **_: Any) -> dict[str, BlockPlan]:
         found = derived_blocks(model, tp=tp)
         return {n: replace(p, styles={**p.styles, **wrong}) if "c_attn" in p.styles else p for n, p in found.items()}
 
@@ -212,7 +213,7 @@ def test_a_wrong_exchange_between_the_ranks_of_a_derived_plan_is_refused(
 
 
 def test_sinks_of_other_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsharded(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+    def unsharded(model: nn.Module, *, tp: int, **_: Any) -> dict[str, BlockPlan]:
         found = derived_blocks(model, tp=tp)
         return {n: replace(p, styles={k: v for k, v in p.styles.items() if v != "heads"}) for n, p in found.items()}
 
