@@ -296,11 +296,12 @@ def _shard_linears(
 def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[str, BlockPlan]) -> None:
     """Adds to a model with sharded linear layers what its derived plan needs besides, in place."""
     # one of each for all blocks: a compiled layer depends on their identity
-    gather, scatter = partial(_gather_inputs, group), partial(_own_positions, group)
+    gathers = {own: partial(_gather_inputs, group, own) for own in (False, True)}
+    scatter = partial(_own_positions, group)
     whole, own = partial(whole_features, group), partial(own_features, group)
     for name, plan in blocks.items():
         block = model.get_submodule(name)
-        block.register_forward_pre_hook(gather, with_kwargs=True)
+        block.register_forward_pre_hook(gathers[plan.own_residual], with_kwargs=True)
         if not plan.styles:
             block.register_forward_hook(scatter)
         for child in plan.having(*SLICED):
@@ -309,7 +310,7 @@ def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[s
         for child in plan.having(GATHERED):
             block.get_submodule(child).register_forward_pre_hook(whole)
             block.get_submodule(child).register_forward_hook(own)
-        scale_attributes(block, plan, group.size())
+        scale_attributes(block, plan, rank=group.rank(), ranks=group.size())
     tokens, layers = model.get_input_embeddings(), f"{largest_list(model)}."  # type: ignore[operator]
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module is not tokens and not name.startswith(layers):
@@ -336,13 +337,18 @@ def _gather_input(
 
 
 def _gather_inputs(
-    group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: dist.ProcessGroup, first: bool, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gathers all hidden states among a block's arguments from [B, T / tp, D] to [B, T, D]; or tokens [N, D]."""
+    """Gathers hidden states among a block's arguments, all or the first, from [B, T / tp, D] to [B, T, D].
+
+    Or tokens [N, D], whose order does not matter.
+    """
     states = hidden_states(args, kwargs)
 
     def whole(each: Any) -> Any:
         if states is None or not isinstance(each, Tensor) or each.shape != states.shape:
+            return each
+        if first and each is not states:
             return each
         return all_gather(each, group, dim=_SEQUENCE)
 

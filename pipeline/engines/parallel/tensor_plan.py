@@ -114,12 +114,13 @@ def _kinds(key: str, table: tuple[tuple[str, str], ...]) -> dict[BlockKind, Bloc
     """Returns the plans of an architecture's blocks; cached by config and table, in memory and on disk."""
 
     def derive() -> list[Any]:
-        return [[*kind, dict(plan.styles), plan.scaled] for kind, plan in _derived_kinds(key, dict(table)).items()]
+        found = _derived_kinds(key, dict(table))
+        return [[*kind, dict(plan.styles), plan.scaled, plan.own_residual] for kind, plan in found.items()]
 
     rows = remembered("shards", [key, json.dumps(table)], derive)
     return {
-        BlockKind(name, module, tuple(parameters)): BlockPlan(styles, tuple((owner, each) for owner, each in scaled))
-        for name, module, parameters, styles, scaled in rows
+        BlockKind(name, module, tuple(parameters)): BlockPlan(styles, tuple(tuple(each) for each in scaled), residual)
+        for name, module, parameters, styles, scaled, residual in rows
     }
 
 
@@ -162,12 +163,25 @@ class BlockCall(NamedTuple):
     states: Tensor
     output: Tensor
 
-    def run(self, block: nn.Module, states: Tensor) -> Tensor:
-        """Runs a block with the recorded arguments, but for the hidden states."""
-        args = tuple(states if each is self.states else each for each in self.args)
-        kwargs = {key: states if each is self.states else each for key, each in self.kwargs.items()}
-        output: Tensor = _first(block(*args, **kwargs))
+    def run(self, block: nn.Module, states: Tensor, *, residual: bool = True) -> Tensor:
+        """Runs a block with the recorded arguments, but for the hidden states; without a residual, zeros are added."""
+
+        def argument(each: Any) -> Any:
+            if each is self.states:
+                return states
+            return each if residual or not self._is_residual(each) else torch.zeros_like(each)
+
+        kwargs = {key: argument(each) for key, each in self.kwargs.items()}
+        output: Tensor = _first(block(*(argument(each) for each in self.args), **kwargs))
         return output
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the block gets further hidden states."""
+        return any(self._is_residual(each) for each in (*self.args, *self.kwargs.values()))
+
+    def _is_residual(self, each: Any) -> bool:
+        return isinstance(each, Tensor) and each.shape == self.states.shape and each is not self.states
 
 
 @torch.no_grad()
@@ -289,8 +303,9 @@ def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
                 continue
             gathered = {norm: GATHERED for norm, (linear, _) in norms.items() if styles.get(linear) == COLWISE}
             every = dict.fromkeys(whole, WHOLE) | styles | {last: ROWWISE} | gathered | dict.fromkeys(rows, HEADS)
-            if sums_to_output(call, plan := BlockPlan(every, scaled), norms):
-                yield plan
+            for own_residual in (False, True) if call.has_residual else (False,):
+                if sums_to_output(call, plan := BlockPlan(every, scaled, own_residual), norms):
+                    yield plan
 
 
 @torch.no_grad()
@@ -302,6 +317,8 @@ def called_modules(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
     norms: _Norms = {}
 
     def called(module: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        if isinstance(module, nn.Linear) and not _is_plain(module, args, output):
+            return
         if isinstance(module, (Conv1D, nn.Linear)):
             linears[names[module]] = module
             made[output.data_ptr(), output.shape] = names[module]
@@ -310,7 +327,7 @@ def called_modules(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
             norms[names[module]] = source, output
 
     kept: list[Tensor] = []  # so that no later tensor gets the address
-    wanted = (m for m in names if isinstance(m, Conv1D) or (isinstance(m, nn.Linear) and _is_plain(m)) or _is_norm(m))
+    wanted = (module for module in names if isinstance(module, (Conv1D, nn.Linear)) or _is_norm(module))
     hooks = [module.register_forward_hook(called) for module in wanted]
     call.run(call.block, call.states)
     for hook in hooks:
@@ -323,8 +340,10 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 1 and not any(True for _ in module.children())
 
 
-def _is_plain(linear: nn.Linear) -> bool:
-    return type(linear).forward is nn.Linear.forward
+def _is_plain(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> bool:
+    """Whether a layer computes what `nn.Linear` does, perhaps in its own code (Falcon)."""
+    own = type(linear).forward is not nn.Linear.forward
+    return not own or _close(nn.functional.linear(args[0], linear.weight, linear.bias), output)
 
 
 def _styles(linears: Mapping[str, nn.Module], inside: int, heads: int) -> Iterator[dict[str, str]]:
@@ -366,7 +385,7 @@ def scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], .
         (name, key, bool(_HEADS.search(key)))
         for name, module in block.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, int) and not isinstance(value, bool) and (_HEADS.search(key) or _WIDTHS.search(key))
+        if isinstance(value, int) and value > 1 and (_HEADS.search(key) or _WIDTHS.search(key))
         if not isinstance(module, (nn.Linear, Conv1D)) and name not in whole
     ]
     heads = tuple((name, key) for name, key, of_heads in found if of_heads)
@@ -384,7 +403,7 @@ def sums_to_output(call: BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
         for rank in range(_RANKS):
             local = copy.deepcopy(call.block)
             _shard_copy(local, plan, norms, rank)
-            total += call.run(local, call.states)
+            total += call.run(local, call.states, residual=rank == 0 or not plan.own_residual)
     except Exception:  # shapes do not fit
         return False
     return _close(total, call.output)
@@ -411,7 +430,7 @@ def _shard_copy(block: nn.Module, plan: BlockPlan, norms: _Norms, rank: int) -> 
             linear.bias = nn.Parameter(bias)
         if isinstance(linear, Conv1D) and style != ROWWISE:
             linear.nf = linear.weight.shape[dim]
-    scale_attributes(block, plan, _RANKS)
+    scale_attributes(block, plan, rank=rank, ranks=_RANKS)
 
 
 def _recorded_part(part: Tensor, _features: Tensor) -> Tensor:

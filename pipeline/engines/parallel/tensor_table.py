@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import product
 
 from torch import nn
 
@@ -90,7 +91,8 @@ def _proven(call: BlockCall, styles: Mapping[str, str]) -> BlockPlan | None:
     if list(every.values()).count(ROWWISE) != 1 or not _exist(call.block, every):
         return None
     apart = {name.rpartition(".")[0] for name, style in every.items() if style == WHOLE} - {""}
-    plans = (BlockPlan(every, scaled) for scaled in scalings(call.block, apart))
+    ways = product(scalings(call.block, apart), (False, True) if call.has_residual else (False,))
+    plans = (BlockPlan(every, scaled, own_residual) for scaled, own_residual in ways)
     return next((plan for plan in plans if sums_to_output(call, plan, norms)), None)
 
 
