@@ -53,6 +53,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokens(tmp_path_factory.mktemp("tokens"), text_folders())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def trials_run() -> Iterator[None]:
+    """Trials of layouts run in this process, whose code tests break on purpose; commands may read an earlier result."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipeline.engines.parallel.trial_cache.trials_folder", lambda: Path(os.devnull) / "none")
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama_cpp() -> None:
     """Skips a test where llama.cpp's library is missing."""

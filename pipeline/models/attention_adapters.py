@@ -30,6 +30,9 @@ from pipeline.models.attention import ATTENTION_NAME, SCALES_QUERIES, AttentionC
 from pipeline.models.attention_scores import bias_of_keys, score_rule
 from pipeline.models.masks import allowed_pairs
 
+TENSOR_PART = "tensor_part"
+"""Attribute of a module of which tensor parallelism computes some heads: (tp rank, number of tp ranks)."""
+
 
 @dataclass
 class _Current:
@@ -180,7 +183,10 @@ def _product(
     """Computes attention in the dtype of the values: [B, H, T, d]."""
     query, key, config = query.to(value.dtype), key.to(value.dtype), getattr(module, "config", None)
     span = None if config is None else span_of(config, module.layer_idx)  # type: ignore[arg-type]
-    assert bias is None or bias.shape[1] == query.shape[1], "a rank of tensor parallelism has some heads only"
+    part: tuple[int, int] | None = getattr(module, TENSOR_PART, None)
+    if bias is not None and part is not None:
+        bias = bias.chunk(part[1], 1)[part[0]]
+    assert bias is None or bias.shape[1] == query.shape[1], (bias.shape, query.shape)
     rule = score_rule(bias=bias)
     return attend_in_context(module, query, key, value, context, scale=scale, span=span, rule=rule)
 

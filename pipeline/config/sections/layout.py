@@ -77,6 +77,10 @@ SCHEDULES = {
 """Pipeline schedules by `parallel.schedule`."""
 
 
+ShardStyle = Literal["whole", "colwise", "rowwise", "qkv", "one key head", "halves", "heads", "gathered"]
+"""Styles of tensor-parallel modules; see docs/reference/layouts.md."""
+
+
 class LayoutSection(Section):
     """Sizes of the mesh axes and settings of parallelism. The data-parallel size follows from the number of ranks."""
 
@@ -91,6 +95,12 @@ class LayoutSection(Section):
         description="Tensor-parallel size: ranks that each layer's matrices are split over, e.g. 8; 1 when absent"
         " (DeepSpeed's"
         " tensor_parallel.autotp_size)",
+    )
+    tp_plan: dict[str, ShardStyle] = Field(
+        default_factory=dict,
+        description="Styles that override how tensor-parallel ranks compute modules of a decoder layer, by name, with"
+        ' * for numbers, e.g. {"h.*.attn.c_attn": "qkv"}; `headrace explain layout FAMILY` prints the rest, and a'
+        " table that a tiny model does not prove is refused",
     )
     cp: Count | None = Field(
         None,

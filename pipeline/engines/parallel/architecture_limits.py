@@ -32,13 +32,14 @@ from pipeline.engines.parallel.random_numbers import check_random_numbers
 from pipeline.engines.parallel.recurrent import recurrent_blocks
 from pipeline.engines.parallel.stage_plan import stage_plan
 from pipeline.engines.parallel.stages import StageLayers, layer_list, shared_between_stages
-from pipeline.engines.parallel.tensor import check_tp_plan, uses_given_plan
+from pipeline.engines.parallel.tensor import check_tp_plan, undivided_blocks, uses_given_plan
 from pipeline.engines.parallel.tensor_plan import BlockKind, derived_blocks
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import one_line, read_hf_config
 from pipeline.models.padding import check_padded_positions
+from pipeline.models.query_key_rows import attention_heads
 from pipeline.models.resize.shrink import shrink
 from pipeline.models.routers import find_routers, has_experts
 
@@ -77,15 +78,15 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
         check_expert_parallel(model, ep=topology.ep, ranks=within)
         check_exchange(expert_exchange(run.config), model, packages=packages)
     if topology.tp > 1:
-        check_tp_plan(model, tp=topology.tp)
-        _check_derived_shards(run, config)
+        check_tp_plan(model, tp=topology.tp, table=run.config.parallel.tp_plan)
+        _check_heads_divided(run, model)
     if topology.pp > 1:
         stages = pipeline_stages(run, model)
         _check_stages_of_experts(run, model, stages)
         _check_messages(run, model, stages)
     check_activation_checkpointing(model, run.config.memory)
     check_compile(run.config.compile)
-    check_fp8(run.config.fp8, model, tp=topology.tp, packages=packages)
+    check_fp8(run.config.fp8, model, tp=topology.tp, table=run.config.parallel.tp_plan, packages=packages)
     check_quantization_aware(run.config.quantization_aware, model)
     check_experts(run.config.moe, model)
     matrices_of(model, run.config.optimizer)
@@ -93,18 +94,17 @@ def check_layout(run: ResolvedRun, model: nn.Module, *, packages: bool = True) -
     check_architecture(run, config)
 
 
-def _check_derived_shards(run: ResolvedRun, config: PretrainedConfig) -> None:
-    """Refuses features that follow the styles of transformers' own plan if the plan is derived."""
-    own = run.config
-    for field, value in (
-        ("fp8.enabled", own.fp8.enabled),
-        ("optimizer.params.qk_clip", own.optimizer.params.qk_clip),
-        ("distill.attentions", own.distill is not None and own.distill.attentions is not None),
-        ("quantization_aware", own.quantization_aware is not None),
-    ):
-        if value and not uses_given_plan(config):
-            why = f"the tensor-parallel shards of {config.model_type} are derived, which this feature does not know"
-            raise ConfigError(field, value, why=why, remedy="remove it, or use parallel.tp 1")
+def _check_heads_divided(run: ResolvedRun, model: nn.Module) -> None:
+    """Refuses QK-Clip if tensor-parallel ranks do not have different heads of an attention module."""
+    threshold = run.config.optimizer.params.qk_clip
+    if threshold is None:
+        return
+    attentions = [each.name for each in attention_heads(model)]
+    for block, reason in undivided_blocks(model, tp=run.topology.tp, table=run.config.parallel.tp_plan).items():
+        if any(f"{name}.".startswith(f"{block}.") for name in attentions):
+            why = f"{block} {reason}, and QK-Clip needs the logits of each rank's own heads"
+            remedy = "use parallel.tp 1 (with ZeRO, FSDP2, pp or cp), or remove it"
+            raise ConfigError("optimizer.params.qk_clip", threshold, why=why, remedy=remedy)
 
 
 def _check_stages_of_experts(run: ResolvedRun, model: nn.Module, stages: Sequence[StageLayers]) -> None:

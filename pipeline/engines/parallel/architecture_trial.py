@@ -10,7 +10,8 @@ Shapes: B = 1, T = 16 positions, V = 32 ids.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,6 +32,7 @@ from pipeline.engines.parallel.ring import RingInOneProcess
 from pipeline.engines.parallel.sharded_trial import LossGradients, rank_gradients, stage_gradients, whole_gradients
 from pipeline.engines.parallel.stage_plan import config_from, config_key
 from pipeline.engines.parallel.stages import layer_list, split_layers
+from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.models.attention import ATTENTION_NAME, attention_of
 from pipeline.models.attention_adapters import why_eager
@@ -59,15 +61,26 @@ _DENSE = "use ZeRO or FSDP2 (parallel.tp 1, parallel.pp 1) without loss.chunk"
 
 
 def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
-    """Checks that the layout and features of a run compute a tiny model correctly.
+    """Checks that the layout and features of a run compute a tiny model correctly. A success is kept on disk.
 
     Args:
         run: the resolved config.
         config: the real model's Hugging Face config.
 
     Raises:
-        ConfigError: logits differ; names the cause and what to use instead.
+        ConfigError: logits or gradients differ; names the cause and what to use instead.
     """
+    topology, own = run.topology, run.config
+    read = (
+        *(topology.pp, topology.tp, topology.cp, topology.ep, run.zigzag),
+        *(own.model.attn_implementation, attention_of(run), own.data.mask_documents, own.data.sequence_length),
+        *(own.loss.chunk, own.fp8.enabled and own.fp8.experts, own.parallel.tp_plan),
+    )
+    remembered("trial", [config_key(config), json.dumps(read)], lambda: _try(run, config))
+
+
+def _try(run: ResolvedRun, config: PretrainedConfig) -> None:
+    """Runs the trials of `check_architecture`, which has to list all fields of the run that they read."""
     topology, masks = run.topology, run.config.data.mask_documents
     separate_head = topology.tp > 1 or topology.pp > 1 or run.config.loss.chunk is not None
     attention = run.config.model.attn_implementation
@@ -100,7 +113,8 @@ def check_architecture(run: ResolvedRun, config: PretrainedConfig) -> None:
         remedy = "set it to false: experts then stay in bf16"
         tiny.compare("fp8.experts", True, "our product of experts", remedy, tiny.exchanged_logits)
     if topology.tp > 1:
-        tiny.compare_ranks(replace(layout, chunk=run.config.loss.chunk and _T // 2), topology.tp)
+        chunked = replace(layout, chunk=run.config.loss.chunk and _T // 2)
+        tiny.compare_ranks(chunked, topology.tp, run.config.parallel.tp_plan)
     if masks or topology.cp > 1:
         _check_documents(run, tiny, layout)
 
@@ -148,6 +162,10 @@ def has_separate_head(config: PretrainedConfig) -> bool:
 
 @cache
 def _has_separate_head(key: str) -> bool:
+    return bool(remembered("head", [key], lambda: _try_separate_head(key)))
+
+
+def _try_separate_head(key: str) -> bool:
     try:
         tiny = _TinyModel(shrink(config_from(key), divide=1, layers=2, vocab_size=_V), "eager")
         tiny.compare("", "", "", "", lambda: tiny.logits(DecoderLayout(own_attention=False, chunk=_T)))
@@ -335,13 +353,16 @@ class _TinyModel:
             "pp", pp, "pipeline stages of one layer each", lambda: stage_gradients(models, stages, layout, self._two)
         )
 
-    def compare_ranks(self, layout: DecoderLayout, tp: int) -> None:
+    def compare_ranks(self, layout: DecoderLayout, tp: int, table: Mapping[str, str]) -> None:
         """Raises ConfigError if loss or a gradient of two tensor-parallel ranks differs from the whole model's."""
         attention = ATTENTION_NAME if layout.own_attention else self._hf_attention
         model = build_meta(copy.deepcopy(self._config), dtype=torch.float32, attn_implementation=attention)
         values = RandomValues(model)
         self._compare_gradients(
-            "tp", tp, "two tensor-parallel ranks", lambda: rank_gradients(model, values, layout, self._two, ranks=2)
+            "tp",
+            tp,
+            "two tensor-parallel ranks",
+            lambda: rank_gradients(model, values, layout, self._two, ranks=2, table=table),
         )
 
     def compare_sequence_ranks(self, layout: DecoderLayout, cp: int, *, zigzag: bool) -> None:

@@ -95,7 +95,8 @@ def assemble(
     exchange = exchange_of(run)
     experts = apply_expert_parallel(causal, ep_group, names=names, exchange=exchange) if ep_group else {}
     rest = {key: name for key, name in names.items() if name not in experts}
-    tensor = apply_tensor_parallel(causal, tp_group, names=rest) if tp_group else None
+    table = run.config.parallel.tp_plan
+    tensor = apply_tensor_parallel(causal, tp_group, names=rest, table=table) if tp_group else None
     sequence = SequenceRanks(tp_group, mesh.group("cp") if mesh else None, run.zigzag)
     blocks = recurrent_blocks(causal) if sequence.groups or run.config.data.mask_documents else {}
     recurrent = apply_recurrent(causal, sequence, blocks=blocks)

@@ -8,7 +8,7 @@ computed from the operands each time. Source of formats and per-tensor scaling: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +22,7 @@ from pipeline.config.rules.precision import block_of
 from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.parallel.experts import attach_exchange, expert_modules
 from pipeline.engines.parallel.tensor import RowwiseLinear, check_tp_plan
+from pipeline.engines.parallel.tensor_styles import NO_TABLE, SLICED
 from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers, has_experts
 
@@ -68,14 +69,21 @@ class Fp8Layers:
         return f"{shown}; not {', '.join(kinds)}" if kinds else shown
 
 
-def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int) -> Fp8Layers:
-    """Finds the layers of a full model that multiply in fp8 in a layout. Tensor parallelism makes them smaller."""
-    styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
+def fp8_layers(section: Fp8Section, model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE) -> Fp8Layers:
+    """Finds the layers of a full model that multiply in fp8 in a layout.
+
+    Tensor parallelism makes layers smaller, and those of which a rank multiplies with some rows stay in bf16.
+    """
+    styles = check_tp_plan(model, tp=tp, table=table) if tp > 1 else {}
     divisors = {"colwise": (tp, 1), "rowwise": (1, tp)}
     block, converted, excluded = block_of(section), list[str](), list[str]()
     for name, linear, regular in _linears(model):
         out, inner = divisors.get(styles.get(name, ""), (1, 1))
-        fits = regular and _fits(linear.out_features // out, linear.in_features // inner, block)
+        fits = (
+            regular
+            and styles.get(name) not in SLICED
+            and _fits(linear.out_features // out, linear.in_features // inner, block)
+        )
         (converted if fits else excluded).append(name)
     experts = {name: fits for name, _, fits in _experts(model, section)}
     config: Any = model.config
@@ -95,13 +103,16 @@ def torchao_note() -> str | None:
     return None if find_spec("torchao") else f"fp8 needs torchao, which is not installed here: {_INSTALL}."
 
 
-def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool = True) -> None:
+def check_fp8(
+    section: Fp8Section, model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE, packages: bool = True
+) -> None:
     """Refuses fp8 that cannot work with the installed packages or with this model, on any machine.
 
     Args:
         section: the config's `fp8`.
         model: the full model, on meta.
         tp: tensor-parallel ranks.
+        table: the config's `parallel.tp_plan`.
         packages: whether torchao has to be installed here.
 
     Raises:
@@ -112,7 +123,7 @@ def check_fp8(section: Fp8Section, model: nn.Module, *, tp: int, packages: bool 
     if packages and find_spec("torchao") is None:
         remedy = f"{_INSTALL}, or set it to false"
         raise ConfigError("fp8.enabled", True, why="the package torchao is not installed", remedy=remedy)
-    layers = fp8_layers(section, model, tp=tp)
+    layers = fp8_layers(section, model, tp=tp, table=table)
     if layers.experts and section.recipe == "mxfp8":
         why = f"{layers.experts[0]} and other experts multiply in fp8 with a scale per row, not per 32 elements"
         raise ConfigError("fp8.recipe", section.recipe, why=why, remedy=f"set {_EXPERTS} to false, or use rowwise")

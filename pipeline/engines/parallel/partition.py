@@ -76,7 +76,8 @@ class _Fit:
         self._run, self._model, self._memory, self._widths = run, model, memory, widths
         self._pp, self._virtual = run.topology.pp, run.virtual_stages
         forms, topology = matrices_of(model, run.config.optimizer), run.topology
-        self._counts = counts_of(model, tp=topology.tp, ep=topology.ep, matrices=forms)
+        table = run.config.parallel.tp_plan
+        self._counts = counts_of(model, tp=topology.tp, ep=topology.ep, matrices=forms, table=table)
         self._before = first_prefixes(model)
         self._layers = len(layer_list(model)[1])
         self._sizes = [0] * self._layers

@@ -19,6 +19,7 @@ from pipeline.engines.parallel.experts import expert_modules
 from pipeline.engines.parallel.stage_plan import stage_plan
 from pipeline.engines.parallel.stages import StageLayers, is_tied
 from pipeline.engines.parallel.tensor import check_tp_plan
+from pipeline.engines.parallel.tensor_styles import COLWISE, HEADS, NO_TABLE, ROWWISE
 from pipeline.models.hidden_matrices import MatrixForm
 from pipeline.models.layers import differ
 
@@ -205,7 +206,14 @@ class ParameterCount(NamedTuple):
     stacked: int
 
 
-def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, MatrixForm]) -> list[ParameterCount]:
+def counts_of(
+    model: nn.Module,
+    *,
+    tp: int,
+    ep: int = 1,
+    matrices: Mapping[str, MatrixForm],
+    table: Mapping[str, str] = NO_TABLE,
+) -> list[ParameterCount]:
     """Counts every parameter of a full model, on meta.
 
     Args:
@@ -213,9 +221,11 @@ def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, 
         tp: tensor-parallel ranks.
         ep: ranks among which the experts of a layer are divided.
         matrices: forms of the parameters that the optimizer treats as hidden matrices, by name.
+        table: the config's `parallel.tp_plan`.
     """
     experts = {id(p) for _, module in expert_modules(model) for p in module.parameters()} if ep > 1 else set()
-    styles = check_tp_plan(model, tp=tp) if tp > 1 else {}
+    styles = check_tp_plan(model, tp=tp, table=table) if tp > 1 else {}
+    sharded = {name for name, style in styles.items() if style in (COLWISE, ROWWISE, HEADS)}
     ends: Any = model
     vocabulary = {id(ends.get_input_embeddings().weight), id(ends.get_output_embeddings().weight)}
     return [
@@ -227,7 +237,7 @@ def counts_of(model: nn.Module, *, tp: int, ep: int = 1, matrices: Mapping[str, 
             *_matrix_flops(matrices.get(name)),
         )
         for name, p in model.named_parameters()
-        for split in [name.rpartition(".")[0] in styles or id(p) in vocabulary]
+        for split in [not sharded.isdisjoint((name, name.rpartition(".")[0])) or id(p) in vocabulary]
         for expert in [id(p) in experts]
     ]
 

@@ -25,6 +25,7 @@ from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, 
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
 from pipeline.engines.parallel.tensor import apply_tensor_parallel
+from pipeline.engines.parallel.tensor_styles import NO_TABLE
 from pipeline.models.construction.buffers import fill_buffers
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.initial_values import ParameterValues
@@ -113,7 +114,13 @@ def stage_gradients(
 
 
 def rank_gradients(
-    model: nn.Module, values: ParameterValues, layout: DecoderLayout, ids: Tensor, *, ranks: int
+    model: nn.Module,
+    values: ParameterValues,
+    layout: DecoderLayout,
+    ids: Tensor,
+    *,
+    ranks: int,
+    table: Mapping[str, str] = NO_TABLE,
 ) -> LossGradients:
     """Computes loss and gradients of tensor-parallel ranks, each a thread.
 
@@ -123,8 +130,9 @@ def rank_gradients(
         layout: layout without tensor parallelism.
         ids: int64 [B, T].
         ranks: number of tensor-parallel ranks.
+        table: the config's `parallel.tp_plan`.
     """
-    results = run_ranks(ranks, partial(_rank_gradients, model, values, layout, ids))
+    results = run_ranks(ranks, partial(_rank_gradients, model, values, layout, ids, table))
     losses = {loss for loss, _ in results}
     assert len(losses) == 1, f"tensor-parallel ranks disagree about the loss: {losses}"
     found: dict[str, Tensor] = {}
@@ -134,13 +142,19 @@ def rank_gradients(
 
 
 def _rank_gradients(
-    model: nn.Module, values: ParameterValues, layout: DecoderLayout, ids: Tensor, group: dist.ProcessGroup
+    model: nn.Module,
+    values: ParameterValues,
+    layout: DecoderLayout,
+    ids: Tensor,
+    table: Mapping[str, str],
+    group: dist.ProcessGroup,
 ) -> tuple[float, dict[str, Tensor]]:
     """Returns a rank's loss, and its summands of every whole gradient."""
     causal = copy.deepcopy(model)
     shapes = {name: p.shape for name, p in causal.named_parameters()}
     owners = parameter_owners(causal)
-    tensor = apply_tensor_parallel(causal, group, names={id(p): name for name, p in causal.named_parameters()})
+    names = {id(p): name for name, p in causal.named_parameters()}
+    tensor = apply_tensor_parallel(causal, group, names=names, table=table)
     recurrent = apply_recurrent(causal, SequenceRanks(tp=group), blocks=recurrent_blocks(causal))
     decoder = Decoder(causal.eval(), replace(layout, tensor=tensor, recurrent=recurrent), owners)
     fill_buffers(causal, CPU)

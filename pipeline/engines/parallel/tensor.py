@@ -33,6 +33,8 @@ from pipeline.engines.parallel.tensor_styles import (
     COLWISE,
     GATHERED,
     HEADS,
+    NO_TABLE,
+    ONE_KEY,
     ROWWISE,
     SLICED,
     BlockPlan,
@@ -42,6 +44,7 @@ from pipeline.engines.parallel.tensor_styles import (
     slice_linear,
     whole_features,
 )
+from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.layers import global_value
@@ -80,22 +83,38 @@ class TensorParallel:
     derived: bool = False
 
 
-def check_tp_plan(model: nn.Module, *, tp: int) -> dict[str, str]:
-    """Returns colwise or rowwise for every linear layer that tensor parallelism shards, by module name.
+def check_tp_plan(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE) -> dict[str, str]:
+    """Returns the style of every linear layer, norm and parameter that tensor parallelism changes, by name.
 
     Args:
         model: a Hugging Face causal language model, on any device.
         tp: size of the tp axis.
+        table: the config's `parallel.tp_plan`.
 
     Raises:
         ConfigError: the architecture's plan cannot be derived, or tp does not divide a size.
     """
-    if uses_given_plan(model.config):
+    if uses_given_plan(model.config) and not table:
         return _given_styles(model, tp=tp)
     _check_divides(model.config.vocab_size, tp, "model.config.vocab_size")  # type: ignore[union-attr, arg-type]
-    blocks = derived_blocks(model, tp=tp)
-    styles = {f"{block}.{name}": style for block, plan in blocks.items() for name, style in plan.styles.items()}
-    return {name: style for name, style in styles.items() if style in (COLWISE, ROWWISE)}
+    blocks = derived_blocks(model, tp=tp, table=table)
+    return {f"{block}.{name}": style for block, plan in blocks.items() for name, style in plan.styles.items()}
+
+
+def undivided_blocks(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE) -> dict[str, str]:
+    """Returns the blocks whose heads tensor-parallel ranks do not divide, by name, with the reason in words.
+
+    The arguments are those of `check_tp_plan`.
+    """
+    if uses_given_plan(model.config) and not table:
+        return {}
+    found: dict[str, str] = {}
+    for name, plan in derived_blocks(model, tp=tp, table=table).items():
+        if not plan.styles:
+            found[name] = "runs whole on every tensor-parallel rank"
+        elif plan.having(ONE_KEY):
+            found[name] = "has one key/value head, which every tensor-parallel rank computes"
+    return found
 
 
 def uses_given_plan(config: Any) -> bool:
@@ -105,7 +124,11 @@ def uses_given_plan(config: Any) -> bool:
 
 @cache
 def _given_plan_works(key: str) -> bool:
-    """Tries the given plan on a tiny model; cached by config."""
+    return bool(remembered("given", [key], lambda: _try_given_plan(key)))
+
+
+def _try_given_plan(key: str) -> bool:
+    """Tries the given plan on a tiny model."""
     from pipeline.engines.parallel.architecture_trial import random_model  # noqa: PLC0415  # it imports this module
 
     config = config_from(key)
@@ -194,20 +217,24 @@ def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], tp: int) -> N
                 raise ConfigError("parallel.tp", tp, why=why, remedy=remedy)
 
 
-def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str]) -> TensorParallel:
+def apply_tensor_parallel(
+    model: nn.Module, group: dist.ProcessGroup, *, names: dict[int, str], table: Mapping[str, str] = NO_TABLE
+) -> TensorParallel:
     """Shards a model on meta in place; its modules then compute with this rank's shards.
 
     Args:
         model: a full Hugging Face causal language model, or a pipeline stage of it.
         group: the tp ranks, two or more.
         names: id of a parameter -> its name in the full model (a tied parameter's name may differ in a stage).
+        table: the config's `parallel.tp_plan`.
 
     Raises:
         ConfigError: the architecture has no plan or an unsupported plan, or tp does not divide a size.
     """
     tp, rank = group.size(), group.rank()
-    styles = check_tp_plan(model, tp=tp)
-    blocks = None if uses_given_plan(model.config) else derived_blocks(model, tp=tp)
+    styles = check_tp_plan(model, tp=tp, table=table)
+    given = uses_given_plan(model.config) and not table
+    blocks = None if given else derived_blocks(model, tp=tp, table=table)
     shards: dict[int, nn.Parameter] = {}
     boxes: dict[str, Rectangle] = {}
 
@@ -232,10 +259,6 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, *, names: 
         shard(head, "bias", 0)
     _shard_linears(model, styles, group, shard)
     if blocks is not None:
-        for name, plan in blocks.items():
-            for parameter in plan.having(HEADS):
-                owner, _, key = f"{name}.{parameter}".rpartition(".")
-                shard(model.get_submodule(owner), key, 0)
         _apply_derived(model, group, blocks)
     else:
         gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
@@ -253,8 +276,13 @@ def _shard_linears(
     group: dist.ProcessGroup,
     shard: Callable[[nn.Module, str, int], None],
 ) -> None:
-    """Shards linear layers in place, by a function of module, parameter and dim."""
+    """Shards linear layers and parameters in place, by a function of module, parameter and dim."""
     for name, style in styles.items():
+        if style == HEADS:
+            owner, _, key = name.rpartition(".")
+            shard(model.get_submodule(owner), key, 0)
+        if style not in (COLWISE, ROWWISE):
+            continue
         linear: Any = model.get_submodule(name)
         shard(linear, "weight", linear_sizes(linear, style)[1])
         if style == ROWWISE:
@@ -269,14 +297,15 @@ def _shard_linears(
 def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[str, BlockPlan]) -> None:
     """Adds to a model with sharded linear layers what its derived plan needs besides, in place."""
     # one of each for all blocks: a compiled layer depends on their identity
-    gather, scatter = partial(_gather_inputs, group), partial(_own_positions, group)
+    gathers = {own: partial(_gather_inputs, group, own) for own in (False, True)}
+    scatter = partial(_own_positions, group)
     recurrent = frozenset(recurrent_blocks(model))  # `apply_recurrent` gathers and scatters theirs
     whole, own = partial(whole_features, group), partial(own_features, group)
     for name, plan in blocks.items():
         if name in recurrent:
             continue
         block = model.get_submodule(name)
-        block.register_forward_pre_hook(gather, with_kwargs=True)
+        block.register_forward_pre_hook(gathers[plan.own_residual], with_kwargs=True)
         if not plan.styles:
             block.register_forward_hook(scatter)
         for child in plan.having(*SLICED):
@@ -285,7 +314,7 @@ def _apply_derived(model: nn.Module, group: dist.ProcessGroup, blocks: Mapping[s
         for child in plan.having(GATHERED):
             block.get_submodule(child).register_forward_pre_hook(whole)
             block.get_submodule(child).register_forward_hook(own)
-        scale_attributes(block, plan, group.size())
+        scale_attributes(block, plan, rank=group.rank(), ranks=group.size())
     tokens, layers = model.get_input_embeddings(), f"{largest_list(model)}."  # type: ignore[operator]
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module is not tokens and not name.startswith(layers):
@@ -312,13 +341,18 @@ def _gather_input(
 
 
 def _gather_inputs(
-    group: dist.ProcessGroup, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: dist.ProcessGroup, first: bool, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gathers all hidden states among a block's arguments from [B, T / tp, D] to [B, T, D]; or tokens [N, D]."""
+    """Gathers hidden states among a block's arguments, all or the first, from [B, T / tp, D] to [B, T, D].
+
+    Or tokens [N, D], whose order does not matter.
+    """
     states = hidden_states(args, kwargs)
 
     def whole(each: Any) -> Any:
         if states is None or not isinstance(each, Tensor) or each.shape != states.shape:
+            return each
+        if first and each is not states:
             return each
         return all_gather(each, group, dim=_SEQUENCE)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Set
 from functools import cache, partial
@@ -34,6 +35,7 @@ from pipeline.engines.parallel.tensor_styles import (
     GATHERED,
     HALVES,
     HEADS,
+    NO_TABLE,
     ONE_KEY,
     QKV,
     ROWWISE,
@@ -46,6 +48,7 @@ from pipeline.engines.parallel.tensor_styles import (
     scale_attributes,
     sharded_size,
 )
+from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.models.attention import ATTENTION_NAME, attention_windows, make_context
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
@@ -76,18 +79,19 @@ class BlockKind(NamedTuple):
         return cls(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), type(module).__name__, parameters)
 
 
-def derived_blocks(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+def derived_blocks(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE) -> dict[str, BlockPlan]:
     """Returns the plan of every block of a model by name; blocks that act on each position alone are left out.
 
     Args:
         model: the full model or a pipeline stage of it, on any device.
         tp: size of the tp axis. A block whose sizes it does not divide runs whole.
+        table: the config's `parallel.tp_plan`, which overrides what is derived.
 
     Raises:
-        ConfigError: the tiny model fails.
+        ConfigError: the tiny model fails, or the table is wrong.
     """
     config: Any = model.config
-    kinds = _kinds(config_key(config))
+    kinds = _kinds(config_key(config), tuple(sorted(table.items())))
     found: dict[str, BlockPlan] = {}
     for name, module in model.named_modules():
         plan = kinds.get(BlockKind.of(name, module))
@@ -106,9 +110,24 @@ def _divides(config: Any, block: nn.Module, plan: BlockPlan, tp: int) -> bool:
 
 
 @cache
-def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
-    """Derives the plans of an architecture's blocks from a tiny model; cached by config."""
+def _kinds(key: str, table: tuple[tuple[str, str], ...]) -> dict[BlockKind, BlockPlan]:
+    """Returns the plans of an architecture's blocks; cached by config and table, in memory and on disk."""
+
+    def derive() -> list[Any]:
+        found = _derived_kinds(key, dict(table))
+        return [[*kind, dict(plan.styles), plan.scaled, plan.own_residual] for kind, plan in found.items()]
+
+    rows = remembered("shards", [key, json.dumps(table)], derive)
+    return {
+        BlockKind(name, module, tuple(parameters)): BlockPlan(styles, tuple(tuple(each) for each in scaled), residual)
+        for name, module, parameters, styles, scaled, residual in rows
+    }
+
+
+def _derived_kinds(key: str, table: Mapping[str, str]) -> dict[BlockKind, BlockPlan]:
+    """Derives the plans of an architecture's blocks from a tiny model."""
     from pipeline.engines.parallel.architecture_trial import random_model  # noqa: PLC0415  # it imports this module
+    from pipeline.engines.parallel.tensor_table import table_plans  # noqa: PLC0415  # it imports this module
 
     config = shrink(config_from(key), divide=_RANKS, layers=2, vocab_size=_V)
     found: dict[BlockKind, BlockPlan] = {}
@@ -119,6 +138,9 @@ def _kinds(key: str) -> dict[BlockKind, BlockPlan]:
             if kind not in seen and not any(name.startswith(f"{block}.") for block in calls):
                 found |= _plans(name, calls, _heads(config))
                 seen.add(kind)
+        found |= table_plans(table, calls, found)
+    except ConfigError:
+        raise
     except Exception as error:  # each architecture fails in its own way
         why = f"transformers has no usable base_model_tp_plan for {config.model_type}, and none can be derived: "
         remedy = "use ZeRO or FSDP2 (parallel.tp 1)"
@@ -141,12 +163,25 @@ class BlockCall(NamedTuple):
     states: Tensor
     output: Tensor
 
-    def run(self, block: Any, states: Tensor) -> Tensor:
-        """Runs a block, or a function in its place, with the recorded arguments, but for the hidden states."""
-        args = tuple(states if each is self.states else each for each in self.args)
-        kwargs = {key: states if each is self.states else each for key, each in self.kwargs.items()}
-        output: Tensor = _first(block(*args, **kwargs))
+    def run(self, block: Any, states: Tensor, *, residual: bool = True) -> Tensor:
+        """Runs a block, or a function in its place, with other hidden states; without a residual, zeros are added."""
+
+        def argument(each: Any) -> Any:
+            if each is self.states:
+                return states
+            return each if residual or not self._is_residual(each) else torch.zeros_like(each)
+
+        kwargs = {key: argument(each) for key, each in self.kwargs.items()}
+        output: Tensor = _first(block(*(argument(each) for each in self.args), **kwargs))
         return output
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the block gets further hidden states."""
+        return any(self._is_residual(each) for each in (*self.args, *self.kwargs.values()))
+
+    def _is_residual(self, each: Any) -> bool:
+        return isinstance(each, Tensor) and each.shape == self.states.shape and each is not self.states
 
 
 @torch.no_grad()
@@ -255,7 +290,7 @@ def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
     block = call.block
     if _has_experts(block):
         return
-    linears, norms = _called(call)
+    linears, norms = called_modules(call)
     last = next((n for n, m in reversed(linears.items()) if linear_sizes(m, COLWISE)[0] == call.output.shape[-1]), None)
     if last is None or any(isinstance(m, nn.Linear) and n not in linears for n, m in block.named_modules()):
         return
@@ -265,7 +300,7 @@ def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
         free = {name: linears[name] for name in names if name not in whole}
         ways = itertools.product(
             _styles(free, linear_sizes(linears[last], ROWWISE)[0], heads[0]),
-            _scalings(block, {name.rpartition(".")[0] for name in whole}),
+            scalings(block, {name.rpartition(".")[0] for name in whole}),
             _rows_per_head(block, heads),
         )
         for styles, scaled, rows in itertools.islice(ways, _TRIES):
@@ -273,11 +308,13 @@ def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
                 continue
             gathered = {norm: GATHERED for norm, (linear, _) in norms.items() if styles.get(linear) == COLWISE}
             every = dict.fromkeys(whole, WHOLE) | styles | {last: ROWWISE} | gathered | dict.fromkeys(rows, HEADS)
-            if _sums_to_output(call, plan := BlockPlan(every, scaled), norms):
-                yield plan
+            for own_residual in (False, True) if call.has_residual else (False,):
+                if sums_to_output(call, plan := BlockPlan(every, scaled, own_residual), norms):
+                    yield plan
 
 
-def _called(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
+@torch.no_grad()
+def called_modules(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
     """Returns the linear layers of a block in the order of their calls, and the norms over all outputs of one."""
     names = {module: name for name, module in call.block.named_modules()}
     linears: dict[str, nn.Module] = {}
@@ -285,6 +322,8 @@ def _called(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
     norms: _Norms = {}
 
     def called(module: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        if isinstance(module, nn.Linear) and not _is_plain(module, args, output):
+            return
         if isinstance(module, (Conv1D, nn.Linear)):
             linears[names[module]] = module
             made[output.data_ptr(), output.shape] = names[module]
@@ -293,7 +332,7 @@ def _called(call: BlockCall) -> tuple[dict[str, nn.Module], _Norms]:
             norms[names[module]] = source, output
 
     kept: list[Tensor] = []  # so that no later tensor gets the address
-    wanted = (m for m in names if isinstance(m, Conv1D) or (isinstance(m, nn.Linear) and _is_plain(m)) or _is_norm(m))
+    wanted = (module for module in names if isinstance(module, (Conv1D, nn.Linear)) or _is_norm(module))
     hooks = [module.register_forward_hook(called) for module in wanted]
     call.run(call.block, call.states)
     for hook in hooks:
@@ -306,8 +345,10 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 1 and not any(True for _ in module.children())
 
 
-def _is_plain(linear: nn.Linear) -> bool:
-    return type(linear).forward is nn.Linear.forward
+def _is_plain(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> bool:
+    """Whether a layer computes what `nn.Linear` does, perhaps in its own code (Falcon)."""
+    own = type(linear).forward is not nn.Linear.forward
+    return not own or close(nn.functional.linear(args[0], linear.weight, linear.bias), output)
 
 
 def _styles(linears: Mapping[str, nn.Module], inside: int, heads: int) -> Iterator[dict[str, str]]:
@@ -343,13 +384,13 @@ def _in_linear(block: nn.Module, parameter: str) -> bool:
     return isinstance(block.get_submodule(parameter.rpartition(".")[0]), (nn.Linear, Conv1D))
 
 
-def _scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], ...]]:
+def scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], ...]]:
     """Returns sets of attributes to divide, but for modules that run whole: none, numbers of heads, and also widths."""
     found = [
         (name, key, bool(_HEADS.search(key)))
         for name, module in block.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, int) and not isinstance(value, bool) and (_HEADS.search(key) or _WIDTHS.search(key))
+        if isinstance(value, int) and value > 1 and (_HEADS.search(key) or _WIDTHS.search(key))
         if not isinstance(module, (nn.Linear, Conv1D)) and name not in whole
     ]
     heads = tuple((name, key) for name, key, of_heads in found if of_heads)
@@ -359,14 +400,15 @@ def _scalings(block: nn.Module, whole: Set[str]) -> list[tuple[tuple[str, str], 
     return list(dict.fromkeys([(), heads, every, widths, heads + config, every + config]))
 
 
-def _sums_to_output(call: BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
+@torch.no_grad()
+def sums_to_output(call: BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
     """Whether the summands that the ranks compute from the block's input add up to its output."""
     total = torch.zeros_like(call.output)
     try:
         for rank in range(_RANKS):
             local = copy.deepcopy(call.block)
             _shard_copy(local, plan, norms, rank)
-            total += call.run(local, call.states)
+            total += call.run(local, call.states, residual=rank == 0 or not plan.own_residual)
     except Exception:  # shapes do not fit
         return False
     return close(total, call.output)
@@ -393,7 +435,7 @@ def _shard_copy(block: nn.Module, plan: BlockPlan, norms: _Norms, rank: int) -> 
             linear.bias = nn.Parameter(bias)
         if isinstance(linear, Conv1D) and style != ROWWISE:
             linear.nf = linear.weight.shape[dim]
-    scale_attributes(block, plan, _RANKS)
+    scale_attributes(block, plan, rank=rank, ranks=_RANKS)
 
 
 def _recorded_part(part: Tensor, _features: Tensor) -> Tensor:

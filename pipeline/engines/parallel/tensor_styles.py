@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.engines.parallel.collectives import all_gather
+from pipeline.models.attention_adapters import TENSOR_PART
 
 CONFIG, _CONFIG_HEADS = "config", ("num_attention_heads", "num_key_value_heads")
 """Attribute with the config from which Phi-3's attention reads its numbers of heads: a rank's block gets its own."""
@@ -28,6 +30,10 @@ HEADS, GATHERED = "heads", "gathered"
 """Styles of a parameter, of which a rank keeps the rows of its heads (attention sinks), and of a norm that needs the
 features of all ranks, which gather them for it."""
 
+STYLES = (WHOLE, COLWISE, ROWWISE, *SLICED, HEADS, GATHERED)
+NO_TABLE: Mapping[str, str] = MappingProxyType({})
+"""Table of styles (`parallel.tp_plan`) of a run that has none."""
+
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -38,10 +44,13 @@ class BlockPlan:
             whole.
         scaled: attributes of the block or its modules (module, attribute) that a rank divides by tp, e.g. numbers of
             heads.
+        own_residual: whether hidden states that the block gets besides the first ones are those of a rank's own
+            positions: Bloom's blocks add the residual to their output.
     """
 
     styles: Mapping[str, str]
     scaled: tuple[tuple[str, str], ...] = ()
+    own_residual: bool = False
 
     def having(self, *styles: str) -> list[str]:
         """Returns the names that have one of some styles."""
@@ -56,8 +65,10 @@ def sharded_size(block: nn.Module, name: str, style: str) -> int:
     return module.weight.numel() if style == GATHERED else linear_sizes(module, style)[0]
 
 
-def scale_attributes(block: nn.Module, plan: BlockPlan, ranks: int) -> None:
-    """Divides the attributes of a block that count heads or features, in place."""
+def scale_attributes(block: nn.Module, plan: BlockPlan, *, rank: int, ranks: int) -> None:
+    """Divides the attributes of a block that count heads or features, and marks its modules, in place."""
+    for module in block.modules() if plan.styles else ():
+        setattr(module, TENSOR_PART, (rank, ranks))
     for name, key in plan.scaled:
         module = block.get_submodule(name)
         value = getattr(module, key)

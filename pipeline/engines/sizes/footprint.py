@@ -24,7 +24,8 @@ def footprint_of(run: ResolvedRun, model: nn.Module) -> Footprint | None:
         return None
     tp, pp = run.topology.tp, run.topology.pp
     stages = pipeline_stages(run, model)
-    counts = counts_of(model, tp=tp, ep=run.topology.ep, matrices=matrices_of(model, run.config.optimizer))
+    forms, table = matrices_of(model, run.config.optimizer), run.config.parallel.tp_plan
+    counts = counts_of(model, tp=tp, ep=run.topology.ep, matrices=forms, table=table)
     before = first_prefixes(model) if pp > 1 else ()
     own = ([stage for stage in stages if run.rank_of_stage(stage.index) == rank] for rank in range(pp))
     return Footprint(widths, tuple(rank_model(model, counts, each, before=before, tp=tp) for each in own))

@@ -240,7 +240,8 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         rates = {"aux_loss_coef": moe.coefficient, "bias_update_rate": moe.bias_rate}
         yield Entry("experts", f"balance {moe.balance}{loss}{bias}", {"balance": moe.balance, **rates})
     if run.config.fp8.enabled:
-        layers = fp8_layers(run.config.fp8, prepared.model, tp=run.topology.tp)
+        table = run.config.parallel.tp_plan
+        layers = fp8_layers(run.config.fp8, prepared.model, tp=run.topology.tp, table=table)
         excluded = [*layers.excluded, *layers.excluded_experts]
         counts = {"converted": len(layers.converted), "converted_experts": len(layers.experts), "excluded": excluded}
         yield Entry("fp8", f"{run.config.fp8.recipe}: {layers.text}", {**run.config.fp8.model_dump(), **counts})

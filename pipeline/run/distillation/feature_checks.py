@@ -10,6 +10,7 @@ from foundation.errors import ConfigError
 from pipeline.config.rules.distillation import ATTENTIONS, check_models, features_of
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.topology import Topology
+from pipeline.engines.parallel.tensor import undivided_blocks
 from pipeline.models.decoder_layers import decoder_layers
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -44,6 +45,7 @@ def check_feature_models(
         _check_layers(next(iter(fields)), whose, model)
         if section.attentions is not None:
             _check_attention(whose, model)
+            _check_heads_divided(whose, model, topology.tp)
     check_models(section, sizes_of(student), sizes_of(teacher), topology, last_stage=last_stage)
     if section.attentions is not None and compiled:
         why = "queries, keys and values are recorded within a layer, and a compiled layer hands nothing out"
@@ -61,6 +63,15 @@ def _check_layers(field: str, whose: str, model: nn.Module) -> None:
     if found != told:
         why = f"the {whose} ({config.model_type}) has {told} layers by its config, and {found} could be found"
         raise ConfigError(field, why=why, remedy="remove it, or use another architecture, e.g. llama")
+
+
+def _check_heads_divided(whose: str, model: nn.Module, tp: int) -> None:
+    """Refuses a model of whose attention tensor-parallel ranks do not have different heads."""
+    found = undivided_blocks(model, tp=tp) if tp > 1 else {}
+    if found:
+        block, why = next(iter(found.items()))
+        why = f"{block} of the {whose} {why}, and attentions are matched with each rank's own heads"
+        raise ConfigError(ATTENTIONS, why=why, remedy="use parallel.tp 1 (with ZeRO, FSDP2 or cp), or remove it")
 
 
 def _check_attention(whose: str, model: nn.Module) -> None:

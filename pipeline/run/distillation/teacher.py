@@ -47,6 +47,7 @@ def teacher_run(run: ResolvedRun) -> ResolvedRun:
     """Returns the teacher's run: no pipeline, unsharded experts, nothing recomputed, rounded or balanced."""
     plain = {"memory": MemorySection(), "fp8": Fp8Section(), "loss": LossSection(), "moe": MoeSection()}
     none: dict[str, Any] = {"distill": None, "quantization_aware": None}
+    none["parallel"] = run.config.parallel.model_copy(update={"tp_plan": {}})  # the student's
     topology = replace(run.topology, pp=1, ep=1)
     return replace(run, config=run.config.model_copy(update={**plain, **none}), topology=topology)
 

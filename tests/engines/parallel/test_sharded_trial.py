@@ -21,7 +21,8 @@ from pipeline.engines.parallel.own_head import OwnHead
 from pipeline.engines.parallel.sharded_trial import LossGradients, whole_gradients
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
-from pipeline.engines.parallel.tensor_plan import BlockPlan, derived_blocks
+from pipeline.engines.parallel.tensor_plan import derived_blocks
+from pipeline.engines.parallel.tensor_styles import BlockPlan, scale_attributes
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
 from tests.engines.parallel.layouts import resolved
@@ -133,7 +134,7 @@ def test_tensor_parallel_ranks_are_simulated_and_a_wrong_sum_is_refused(monkeypa
     "kind",
     [
         *("gpt2", "olmoe", "deepseek_v32", "phi3", "lfm2", "nemotron_h", "gpt_bigcode", "longcat_flash", "opt"),
-        *("gpt_oss", "qwen2_moe", "llama4", "dbrx"),
+        *("gpt_oss", "qwen2_moe", "llama4", "dbrx", "bloom", "falcon"),
     ],
 )
 def test_a_family_without_a_usable_plan_is_proven_in_two_tensor_parallel_ranks(kind: str) -> None:
@@ -166,6 +167,8 @@ def test_shared_experts_sinks_norms_over_all_heads_and_indexers_have_their_style
     assert sparse.having("colwise") == ["q_b_proj", "kv_b_proj"]
     assert not any(module == "indexer" for module, _ in sparse.scaled)
     assert "transformer.blocks.0.norm_attn_norm.attn" in blocks("dbrx", tp=2)  # not the norms around it
+    assert blocks("bloom", tp=2)["transformer.h.0.mlp"].own_residual
+    assert blocks("falcon", tp=2)["transformer.h.0.self_attention"].having("one key head") == ["query_key_value"]
 
 
 def test_a_block_runs_whole_if_it_cannot_be_sharded_or_tp_does_not_divide_its_heads() -> None:
@@ -179,7 +182,7 @@ def test_a_block_runs_whole_if_it_cannot_be_sharded_or_tp_does_not_divide_its_he
 def test_a_wrong_way_to_shard_a_fused_projection_is_refused(
     wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changed(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
+    def changed(model: nn.Module, *, tp: int, **_: Any) -> dict[str, BlockPlan]:
         found = derived_blocks(model, tp=tp)
         return {n: replace(p, styles={**p.styles, **wrong}) if "c_attn" in p.styles else p for n, p in found.items()}
 
@@ -189,29 +192,22 @@ def test_a_wrong_way_to_shard_a_fused_projection_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "function", "wrong", "tensor_name"),
+    ("kind", "function", "wrong"),
     [
-        # the norm over a rank's own heads; the sum over ranks of a shared expert's outputs is missing
-        ("olmoe", "whole_features", lambda _group, _norm, args: (args[0].repeat(1, 1, 2),), r"model\.\S+"),
-        ("qwen2_moe", "reduce_scatter", lambda full, group, dim: full.chunk(2, dim)[group.rank()], r"model\.\S+"),
+        # a norm over a rank's own heads; no sum of a shared expert's outputs; the other rank's slopes of ALiBi
+        ("olmoe", "whole_features", lambda _group, _norm, args: (args[0].repeat(1, 1, 2),)),
+        ("qwen2_moe", "reduce_scatter", lambda full, group, dim: full.chunk(2, dim)[group.rank()]),
+        ("bloom", "scale_attributes", lambda *args, rank, ranks: scale_attributes(*args, rank=1 - rank, ranks=ranks)),
     ],
 )
 def test_a_wrong_exchange_between_the_ranks_of_a_derived_plan_is_refused(
-    kind: str, function: str, wrong: Any, tensor_name: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, function: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor, function, wrong)
-    with pytest.raises(ConfigError, match=rf"(?s)parallel.tp = 2.*(the loss is|the gradient of {tensor_name})"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)parallel.tp = 2.*(the loss is|the gradient of (model|transformer)\.\S+)"
+    ):
         check(kind, tp=2)
-
-
-def test_sinks_of_other_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsharded(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
-        found = derived_blocks(model, tp=tp)
-        return {n: replace(p, styles={k: v for k, v in p.styles.items() if v != "heads"}) for n, p in found.items()}
-
-    monkeypatch.setattr(tensor, "derived_blocks", unsharded)
-    with pytest.raises(ConfigError, match=r"(?s)parallel.tp = 2.*two tensor-parallel ranks (fails|give another)"):
-        check("gpt_oss", tp=2)
 
 
 def test_a_base_model_that_adds_inputs_of_the_whole_sequence_is_refused_with_tp() -> None:
