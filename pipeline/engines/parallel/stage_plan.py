@@ -66,7 +66,7 @@ def stage_plan(model: nn.Module) -> StagePlan:
         found = _derived_plan(config_key(model.config))
     except ConfigError:
         return given
-    return replace(given, outputs=found.outputs, carried=found.carried) if found.carried else given
+    return replace(given, outputs=found.outputs, carried=found.carried)
 
 
 def base_of(causal: Any) -> nn.Module:
