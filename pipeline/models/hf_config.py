@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,15 @@ def _shared_fields(config: PretrainedConfig) -> dict[str, Any]:
     shared |= {k: global_value(config, k) for k in keys}
     positions = next((name for name in POSITIONS if getattr(config, name, None)), None)
     return {"model_type": config.model_type, **shared, **({positions: getattr(config, positions)} if positions else {})}
+
+
+def config_key(config: Any) -> str:
+    """Returns all values of a Hugging Face config as text, a key for caches."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def config_from(key: str) -> PretrainedConfig:
+    """Makes the config of a `config_key`."""
+    fields = json.loads(key)
+    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    return config

@@ -6,7 +6,8 @@ routers, convolution kernels, decay rates of state-space layers, other tensors t
 and matrices with one row or one column are not hidden matrices.
 
 A tensor that fuses several projections (q, k and v; gate and up) is several matrices. Their layout follows from the
-projection's name and the widths in the config; a fused tensor that is not in the table counts as one matrix.
+projection's name and the widths in the config, or from its use in a tiny model (`gated_projections`); any other fused
+tensor counts as one matrix.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.models.gated_projections import gated_layout
 from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers
 
@@ -38,16 +40,20 @@ class MatrixForm:
         transposed: whether the parameter is stored as [inputs, outputs].
         parts: rows of each part of a group.
         groups: number of groups of rows.
+        inputs_first: whether each part is stored as [inputs, outputs], one after another (DBRX).
     """
 
     shape: tuple[int, ...]
     parts: tuple[int, ...]
     transposed: bool = False
     groups: int = 1
+    inputs_first: bool = False
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
         """(outputs, inputs) of every matrix in the parameter, or in one expert."""
+        if self.inputs_first:
+            return tuple((self.shape[-1], part) for part in self.parts)
         inputs = self.shape[-2] if self.transposed else self.shape[-1]
         return tuple((self.groups * part, inputs) for part in self.parts)
 
@@ -60,14 +66,14 @@ class MatrixForm:
         """Splits a stored tensor [..., m, n] into matrices [..., outputs, inputs]: views where they are contiguous."""
         rows = stored.mT if self.transposed else stored
         grouped = rows.unflatten(-2, (self.groups, -1)).split(list(self.parts), dim=-2)
-        return [part.flatten(-3, -2) for part in grouped]
+        return [part.flatten(-3, -2).mT if self.inputs_first else part.flatten(-3, -2) for part in grouped]
 
     def write(self, matrices: list[Tensor], stored: Tensor) -> None:
         """Writes matrices into a stored tensor [..., m, n]: the inverse of `split`."""
         rows = stored.mT if self.transposed else stored
         grouped = rows.unflatten(-2, (self.groups, -1)).split(list(self.parts), dim=-2)
         for part, matrix in zip(grouped, matrices, strict=True):
-            part.copy_(matrix.unflatten(-2, (self.groups, -1)))
+            part.copy_((matrix.mT if self.inputs_first else matrix).unflatten(-2, (self.groups, -1)))
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, MatrixForm]:
@@ -103,7 +109,13 @@ def _form(model: nn.Module, name: str, shape: tuple[int, ...]) -> MatrixForm | N
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if len(shape) == 2 and leaf == "weight" and isinstance(owner, nn.Linear | Conv1D):
         transposed = isinstance(owner, Conv1D)
-        layout = _fused(owner_name.rpartition(".")[2], config, outputs=shape[1 if transposed else 0])
+        parent, _, projection = owner_name.rpartition(".")
+        layout = _fused(projection, config, outputs=shape[1 if transposed else 0])
+        gated = (
+            None if transposed or len(layout[1]) > 1 else gated_layout(config, model.get_submodule(parent), projection)
+        )
+        if gated is not None:
+            layout = gated[0], (gated[1],) * 2
     elif len(shape) == 3 and not leaf.endswith("bias") and _are_experts(owner):
         transposed = bool(getattr(owner, "is_transposed", False)) or config.model_type.startswith("llama4")
         outputs = shape[-1 if transposed else -2]
@@ -111,7 +123,8 @@ def _form(model: nn.Module, name: str, shape: tuple[int, ...]) -> MatrixForm | N
         halves = leaf.startswith("gate_up")
         layout = (outputs // 2, (1, 1)) if interleaved and halves else _halves(outputs) if halves else (1, (outputs,))
     elif len(shape) == 2 and config.model_type == "dbrx" and _are_experts(owner):  # concatenated experts
-        return MatrixForm(shape, parts=(owner.ffn_hidden_size,) * owner.moe_num_experts)
+        experts = (owner.ffn_hidden_size,) * owner.moe_num_experts
+        return MatrixForm(shape, parts=experts, inputs_first=leaf == "w2")
     else:
         return None
     groups, parts = layout

@@ -105,7 +105,7 @@ def _outputs_of(name: str, module: nn.Module, config: Any, forms: Mapping[str, M
     if _is_linear(module, "kv_b_proj"):
         yield from _latent(module, config)
     elif _is_linear(module, "q_proj") and _is_linear(module, "k_proj"):
-        yield from _separate(module, config)
+        yield from _separate(module, config, forms.get(f"{name}.q_proj.weight"))
     else:
         for fused in _FUSED:
             form = forms.get(f"{name}.{fused}.weight") if _is_linear(module, fused) else None
@@ -125,15 +125,20 @@ def _outputs(projection: Any) -> int:
     return int(projection.weight.shape[1 if isinstance(projection, Conv1D) else 0])
 
 
-def _separate(module: Any, config: Any) -> Iterator[Outputs]:
+def _separate(module: Any, config: Any, form: MatrixForm | None) -> Iterator[Outputs]:
     size = getattr(module, "head_dim", None) or attention_sizes(config)[2]
-    if _outputs(module.q_proj) % size or _outputs(module.k_proj) % size:
+    gates = (
+        1 if form is None else len(form.parts)
+    )  # 2 if each head's query is followed by its gate, which keeps power 0
+    if _outputs(module.q_proj) % (size * gates) or _outputs(module.k_proj) % size:
         return
-    heads, shared = (_outputs(each) // size for each in (module.q_proj, module.k_proj))
+    if form is not None and gates > 1 and form.parts != (size, size):
+        return
+    heads, shared = _outputs(module.q_proj) // (size * gates), _outputs(module.k_proj) // size
     if heads % shared == 0:
-        for projection, each in ((module.q_proj, heads), (module.k_proj, shared)):
-            of_head = torch.arange(each).repeat_interleave(size) // (each // shared)
-            yield projection, of_head, torch.full((each * size,), _HALF)
+        for projection, each, parts in ((module.q_proj, heads, gates), (module.k_proj, shared, 1)):
+            of_head = torch.arange(each).repeat_interleave(size * parts) // (each // shared)
+            yield projection, of_head, torch.tensor([_HALF] * size + [0.0] * (size * (parts - 1))).repeat(each)
 
 
 def _latent(module: Any, config: Any) -> Iterator[Outputs]:

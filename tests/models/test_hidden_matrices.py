@@ -17,6 +17,7 @@ from pipeline.engines.common import matrices_of
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.hidden_matrices import MatrixForm, hidden_matrices, unknown_fused
+from pipeline.models.query_key_rows import attention_heads
 from pipeline.models.router_names import is_router
 from pipeline.models.routers import find_routers, has_experts
 from tests.sweeps.families import families, tiny_fields
@@ -25,6 +26,12 @@ LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "nu
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
 GROUPED = {**LLAMA, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+GATED = {**GROUPED, "layer_types": ["full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {**LLAMA, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+          "v_head_dim": 16, "first_k_dense_replace": 1}  # fmt: skip
+DBRX = {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}}  # fmt: skip
 MPT = {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 64}
 
 FUSED: list[tuple[str, dict[str, Any], str, MatrixForm]] = [
@@ -45,6 +52,10 @@ FUSED: list[tuple[str, dict[str, Any], str, MatrixForm]] = [
     ("gpt_oss", EXPERTS, "mlp.experts.down_proj", MatrixForm((4, 48, 32), (32,), transposed=True)),
     ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}, "mixer.in_proj.weight",
      MatrixForm((128, 32), (64, 64))),
+    ("qwen3_next", GATED, "self_attn.q_proj.weight", MatrixForm((64, 32), (8, 8), groups=4)),
+    ("modernbert-decoder", LLAMA | {"pad_token_id": 1}, "mlp.Wi.weight", MatrixForm((96, 32), (48, 48))),
+    ("dbrx", DBRX, "ffn.experts.mlp.v1", MatrixForm((96, 32), (24,) * 4)),
+    ("dbrx", DBRX, "ffn.experts.mlp.w2", MatrixForm((96, 32), (24,) * 4, inputs_first=True)),
 ]  # fmt: skip
 
 
@@ -107,6 +118,7 @@ def test_a_projection_that_may_be_fused_and_is_not_known_is_named() -> None:
         MatrixForm((16, 8), (8, 4, 4)),
         MatrixForm((12, 8), (2, 2, 2), groups=2),
         MatrixForm((3, 5, 8), (1, 1), transposed=True, groups=4),
+        MatrixForm((12, 8), (4, 4, 4), inputs_first=True),
     ],
 )
 def test_splitting_and_writing_are_inverse(form: MatrixForm) -> None:
@@ -186,3 +198,30 @@ def test_every_router_of_every_family_is_known_by_its_name() -> None:
 )
 def test_gated_layers_are_no_routers(name: str) -> None:
     assert not is_router(name)
+
+
+def test_the_matrices_of_gated_layers_and_of_inputs_stored_first_are_those_of_the_products() -> None:
+    """A query of Qwen3-Next has nothing of the gate's rows; DBRX's second product has the inputs of an expert first."""
+    values, gates = MatrixForm((64, 32), (8, 8), groups=4).split(torch.arange(64.0)[:, None].expand(64, 32))
+    assert values[:, 0].tolist() == [16 * head + n for head in range(4) for n in range(8)]
+    assert gates[:, 0].tolist() == [16 * head + 8 + n for head in range(4) for n in range(8)]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("dbrx", **DBRX))
+    [experts] = [module for module in model.modules() if hasattr(module, "w2")]
+    stored, x = experts.w2.detach(), torch.randn(3, 32)
+    parts = {name: getattr(experts, name).detach().view(4, 24, 32)[2] for name in ("w1", "v1", "w2")}
+    inner = experts.activation_fn(x @ parts["w1"].T) * (x @ parts["v1"].T)
+    third = MatrixForm((96, 32), (24,) * 4, inputs_first=True).split(stored)[2]
+    assert torch.allclose(experts(x, parts["w1"], parts["v1"], parts["w2"]), inner @ third.T, atol=1e-6)
+
+
+def test_values_beside_keys_are_no_gates_though_each_changes_one_feature() -> None:
+    found = hidden_matrices(model_of("deepseek_v3", LATENT))  # kv_b_proj has twice as many outputs as o_proj has inputs
+    assert found["model.layers.0.self_attn.kv_b_proj.weight"] == MatrixForm((128, 16), (128,))
+
+
+def test_qk_clip_scales_the_queries_of_gated_attention_and_not_the_gates() -> None:
+    [heads] = attention_heads(model_of("qwen3_next", GATED))
+    rows = heads.rows["model.layers.0.self_attn.q_proj.weight"]
+    assert rows.powers.tolist() == ([0.5] * 8 + [0.0] * 8) * 4
+    assert rows.heads.tolist() == [0] * 32 + [1] * 32
+    assert heads.key_heads == 2

@@ -47,12 +47,10 @@ class CarriedTensor:
 
 
 def several(carried: Sequence[CarriedTensor], *, hidden_states: tuple[int, ...]) -> bool:
-    """Whether more than the first argument of the next layer, with the shape of hidden states, is sent."""
-    return any(
-        each.crosses(border) and (each.uses[0][0] != border or len(each.uses) > 1 or each.shape != hidden_states)
-        for each in carried
-        for border in range(1, 1 + max(one.uses[-1][0] for one in carried))
-    )
+    """Whether anything but one tensor with the shape of hidden states, for the next layer alone, is sent."""
+    borders = range(1, 1 + max(one.uses[-1][0] for one in carried))
+    messages = [[each for each in carried if each.crosses(border)] for border in borders]
+    return any(len(each) != 1 or len(each[0].uses) > 1 or each[0].shape != hidden_states for each in messages)
 
 
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

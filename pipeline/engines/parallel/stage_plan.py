@@ -10,7 +10,6 @@ Names are those of the whole model, as in `named_modules`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
 from foundation.errors import ConfigError
 from pipeline.engines.parallel.stage_messages import CarriedTensor, LayerRecorder, several
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
-from pipeline.models.hf_config import one_line
+from pipeline.models.hf_config import config_from, config_key, one_line
 from pipeline.models.resize.shrink import shrink
 
 REMEDY = "use ZeRO or FSDP2 for this architecture (parallel.pp 1)"
@@ -67,7 +66,7 @@ def stage_plan(model: nn.Module) -> StagePlan:
         found = _derived_plan(config_key(model.config))
     except ConfigError:
         return given
-    return replace(given, outputs=found.outputs, carried=found.carried) if found.carried else given
+    return replace(given, outputs=found.outputs, carried=found.carried)
 
 
 def base_of(causal: Any) -> nn.Module:
@@ -106,18 +105,6 @@ def _given_plan(model: Any) -> StagePlan | None:
     before, after = ([prefix + name for name in part] for part in (plan[:at], plan[at + 1 :]))
     after += [name for name, module in model.named_modules() if module is head]
     return StagePlan(prefix + lists[0], tuple(before), tuple(after))
-
-
-def config_key(config: Any) -> str:
-    """Returns all values of a Hugging Face config as text, a key for caches."""
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
-
-
-def config_from(key: str) -> PretrainedConfig:
-    """Makes the config of a `config_key`."""
-    fields = json.loads(key)
-    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-    return config
 
 
 @cache

@@ -23,6 +23,7 @@ FORMS = {
     "by head": MatrixForm((12, 8), (2, 2, 2), groups=2),
     "transposed": MatrixForm((5, 9), (9,), transposed=True),
     "experts": MatrixForm((6, 8, 5), (4, 4)),
+    "inputs first": MatrixForm((12, 7), (4, 4, 4), inputs_first=True),
     "transposed experts": MatrixForm((3, 5, 8), (1, 1), transposed=True, groups=4),
 }
 
@@ -92,6 +93,7 @@ def orthogonal(name: str, direction: Tensor, rule: str) -> Tensor:
         "qkv": [range(8), range(8, 12), range(12, 16)],
         "by head": [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]],
         "transposed": [range(9)],
+        "inputs first": [range(4), range(4, 8), range(8, 12)],
         "experts": [range(4), range(4, 8)],
         "transposed experts": [range(0, 8, 2), range(1, 8, 2)],
     }
@@ -101,9 +103,11 @@ def orthogonal(name: str, direction: Tensor, rule: str) -> Tensor:
         if FORMS[name].transposed:
             stored, into = stored.T, into.T
         for each in rows[name]:
-            m, n = len(each), stored.shape[1]
+            matrix = stored[list(each)].T if FORMS[name].inputs_first else stored[list(each)]
+            m, n = matrix.shape
             factor = 0.2 * math.sqrt(max(m, n)) if rule == "match_rms_adamw" else math.sqrt(max(1, m / n))
-            into[list(each)] = factor * iterated(stored[list(each)])
+            update = factor * iterated(matrix)
+            into[list(each)] = update.T if FORMS[name].inputs_first else update
     return found
 
 

@@ -276,7 +276,10 @@ def heads_that_do_not_scale(config: PretrainedConfig) -> list[tuple[str, int, fl
     model = random_model(config, attention=ATTENTION_NAME).eval()
     logits = attention_logits(model)
     assert logits
-    layers = {model.get_submodule(each.name).layer_idx: each for each in reversed(attention_heads(model))}
+    # an audio tower's attention has no number, and does not run (Phi-4 multimodal)
+    layers = {
+        getattr(model.get_submodule(each.name), "layer_idx", None): each for each in reversed(attention_heads(model))
+    }
     return [
         (layers[layer].name, head, factor)
         for layer, own in logits.items()

@@ -12,7 +12,7 @@ from torch import nn
 from foundation.errors import ConfigError
 from pipeline.engines.parallel import stages
 from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.engines.parallel.stage_messages import CarriedTensor, StageMessage
+from pipeline.engines.parallel.stage_messages import CarriedTensor, StageMessage, several
 from pipeline.engines.parallel.stage_plan import StagePlan
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
@@ -57,6 +57,13 @@ def test_a_stage_that_lacks_one_of_the_tensors_is_refused(monkeypatch: pytest.Mo
         ConfigError, match=r"(?s)parallel.pp = 2.*pipeline stages of one layer each give another result"
     ):
         check("gemma3n_text", pp=2)
+
+
+def test_a_second_tensor_with_the_shape_of_hidden_states_is_sent_too() -> None:
+    states, other = CarriedTensor(1, ((1, (0, 0)),), (2, 16, 8)), CarriedTensor(1, ((1, (1, "chosen")),), (2, 16, 8))
+    assert not several([states], hidden_states=(2, 16, 8))
+    assert several([states, other], hidden_states=(2, 16, 8))
+    assert several([states], hidden_states=(2, 16, 4))
 
 
 class Layer(nn.Module):
