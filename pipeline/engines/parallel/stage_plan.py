@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,9 @@ from foundation.errors import ConfigError
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
+from pipeline.models.folder.multi_token_names import MODULES
 from pipeline.models.hf_config import one_line
+from pipeline.models.multi_token import modules_of
 from pipeline.models.resize.shrink import shrink
 
 REMEDY = "use ZeRO or FSDP2 for this architecture (parallel.pp 1)"
@@ -55,10 +57,8 @@ def stage_plan(model: nn.Module) -> StagePlan:
     Raises:
         ConfigError: the model cannot be divided into stages; names the module or the tensor.
     """
-    given = _given_plan(model)
-    if given is not None:
-        return given
-    return _derived_plan(config_key(model.config))
+    plan = _given_plan(model) or _derived_plan(config_key(model.config))
+    return replace(plan, after=(*plan.after, MODULES)) if modules_of(model) else plan
 
 
 def base_of(causal: Any) -> nn.Module:
@@ -91,7 +91,7 @@ def _given_plan(model: Any) -> StagePlan | None:
     heads = {id(p) for p in head.parameters()}
     for name, parameter in model.named_parameters():
         planned = name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] in plan
-        if not planned and id(parameter) not in heads:
+        if not planned and id(parameter) not in heads and not name.startswith(f"{MODULES}."):
             return None
     at = plan.index(lists[0])
     before, after = ([prefix + name for name in part] for part in (plan[:at], plan[at + 1 :]))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from foundation.errors import ConfigError
 from pipeline.engines.parallel.stage_plan import stage_plan
+from pipeline.models.multi_token import modules_of
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def keep_stage(model: nn.Module, stage: StageLayers) -> None:
         stage: the stage to keep.
     """
     plan = stage_plan(model)
+    looked_up = model.get_input_embeddings() if stage.last and modules_of(model) else None  # type: ignore[operator]
     layers = layer_list(model)[1]
     for index, layer in enumerate(layers):
         if not stage.layers[0] <= index < stage.layers[1]:
@@ -189,6 +191,8 @@ def keep_stage(model: nn.Module, stage: StageLayers) -> None:
     width = model.config.hidden_size  # type: ignore[union-attr]
     absent = (*(() if stage.first else plan.before), *(() if stage.last else plan.after))
     for name in absent:
+        if model.get_submodule(name) is looked_up:
+            continue
         dtype = next((p.dtype for p in model.get_submodule(name).parameters()), torch.float32)
         model.set_submodule(name, Absent(width=width, dtype=dtype))  # type: ignore[arg-type]
 
@@ -241,5 +245,6 @@ class StageEnds:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the head and the embedding of a full model share their weight."""
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    """Whether the first and the last stage of a full model both need the embedding's weight: for the head or modules
+    that predict more tokens."""
+    return bool(modules_of(model)) or model.get_output_embeddings().weight is model.get_input_embeddings().weight

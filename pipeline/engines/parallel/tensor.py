@@ -41,6 +41,7 @@ from pipeline.engines.parallel.tensor_plan import (
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.layers import global_value
+from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
 
 _SEQUENCE = 1
@@ -144,9 +145,10 @@ def _given_styles(model: nn.Module, *, tp: int) -> dict[str, str]:
     prefix = f"{model.base_model_prefix}."
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not name.startswith(prefix):
+        planned = original_module(model, name)
+        if not planned.startswith(prefix):
             continue
-        style = _style(plan, name.removeprefix(prefix))
+        style = _style(plan, planned.removeprefix(prefix))
         if style is None or style in _REPLICATED:
             continue
         if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
@@ -172,7 +174,8 @@ def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[s
     for block in sorted({name.rpartition(".")[0] for name in styles}):
         for name, _ in model.get_submodule(block).named_parameters(prefix=block):
             module = name.rpartition(".")[0]
-            if module not in styles and _style(plan, module.removeprefix(f"{model.base_model_prefix}.")) is None:
+            planned = original_module(model, module).removeprefix(f"{model.base_model_prefix}.")
+            if module not in styles and _style(plan, planned) is None:
                 raise ConfigError(
                     "parallel.tp",
                     tp,
@@ -187,7 +190,7 @@ def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], styles: dict[
     sparse = {
         name.rpartition(".")[0] + "."
         for name, _ in model.named_modules()
-        if _style(plan, name.removeprefix(prefix)) == _EXPERTS
+        if _style(plan, original_module(model, name).removeprefix(prefix)) == _EXPERTS
     }
     beside = next((name for name in styles if name.startswith(tuple(sparse))), None)
     if beside is not None:

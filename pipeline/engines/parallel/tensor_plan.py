@@ -30,6 +30,7 @@ from pipeline.engines.parallel.stage_plan import config_from, config_key, larges
 from pipeline.models.attention import ATTENTION_NAME, attention_windows, make_context
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
+from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
 
 _V, _T, _RANKS = 32, 16, 2
@@ -87,7 +88,7 @@ def derived_blocks(model: nn.Module, *, tp: int) -> dict[str, BlockPlan]:
     kinds = _kinds(config_key(config))
     found: dict[str, BlockPlan] = {}
     for name, module in model.named_modules():
-        plan = kinds.get(BlockKind.of(name, module))
+        plan = kinds.get(BlockKind.of(original_module(model, name), module))
         if plan is not None:
             found[name] = plan if _divides(config, module, plan, tp) else BlockPlan({})
     return found
