@@ -51,12 +51,12 @@ def _train(resolved: ResolvedRun, *, first: bool) -> int:
     # torch takes seconds to import, and an invalid config is refused without waiting for it
     with StopSignals(announce=first) as signals:
         with quick_imports():
-            from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+            from pipeline.engines.parallel.multi_token import training_loss  # noqa: PLC0415
             from pipeline.run.distillation.on_rank import make_distillation  # noqa: PLC0415
             from pipeline.run.session import train  # noqa: PLC0415
 
         if resolved.config.distill is None:
-            return train(resolved, lambda *_rank: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)
+            return train(resolved, lambda *_rank: training_loss(resolved.config.loss), signals=signals)
         return train(resolved, make_distillation, signals=signals)
 
 

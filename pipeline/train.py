@@ -28,10 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     # torch takes seconds to import, and an invalid config is refused without waiting for it
     with StopSignals(announce=detect().rank == 0) as signals:
         with quick_imports():
-            from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
+            from pipeline.engines.parallel.multi_token import training_loss  # noqa: PLC0415
             from pipeline.run.session import train  # noqa: PLC0415
 
-        return train(resolved, lambda *_rank: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)
+        return train(resolved, lambda *_rank: training_loss(resolved.config.loss), signals=signals)
 
 
 if __name__ == "__main__":

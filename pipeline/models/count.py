@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from pipeline.config.rules.experts import experts_of
 from pipeline.models.layers import attention_widths, global_value
+from pipeline.models.multi_token import modules_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
     FLOPs per token = 6 N + 12 L h s. N is the number of active parameters in matrix products: all but the input
     embedding (a tied embedding counts once, as the head), and k/E of the experts if a token goes to k of E. L is the
     number of layers, h the attention width (heads x head size), s the sequence length. Causal masking is not
-    subtracted. Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B.
+    subtracted. Modules for multi-token prediction count with their parameters and the head, without attention. Source:
+    Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B.
     """
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -54,7 +56,8 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
     if global_value(config, "num_attention_heads") is None:
         return ModelSize(parameters, embedding, active, None)
     attention = 12 * sum(attention_widths(config)) * sequence_length
-    return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention)
+    heads = 6.0 * embedding * len(modules_of(model))
+    return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention + heads)
 
 
 def _inactive(model: nn.Module, config: PretrainedConfig) -> int:

@@ -25,6 +25,7 @@ from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity, show_
 from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
 
 if TYPE_CHECKING:
+    from pipeline.engines.parallel.acceptance import Acceptance
     from pipeline.evaluation.tasks.encode import EncodedTask
     from pipeline.run.task_evaluation import TaskEvaluation
 
@@ -95,7 +96,7 @@ class HeldOutEvaluation:
         A source is left out if a loss mask leaves no target in its evaluated windows; without any source there is no
         result.
         """
-        started = time.perf_counter()
+        started, acceptance = time.perf_counter(), self._acceptance()
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
         interruptible = _Interruptible(self)
         for dataset in self.batches.heldout:
@@ -103,9 +104,14 @@ class HeldOutEvaluation:
             if interruptible.cut_short:
                 return interruptible.stop
             scored.append((dataset, sums))
+            if acceptance is not None:
+                self.here.engine.forward_passes(interruptible.batches(self.batches.evaluation(dataset)), acceptance)
+                if interruptible.cut_short:
+                    return interruptible.stop
         self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
         if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
-            self._report(step, scored, seconds=time.perf_counter() - started)
+            rate = None if acceptance is None else acceptance.rate(self.here.agreement.device)
+            self._report(step, scored, seconds=time.perf_counter() - started, rate=rate)
         return interruptible.stop
 
     def _report_no_targets(self, step: int, datasets: Sequence[TokenDataset]) -> None:
@@ -120,16 +126,34 @@ class HeldOutEvaluation:
             why = f"the loss mask leaves no target in the held-out windows of {', '.join(names)}"
             self.here.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
 
-    def _report(self, step: int, scored: Sequence[tuple[TokenDataset, EvaluationSums]], *, seconds: float) -> None:
+    def _acceptance(self) -> Acceptance | None:
+        """Returns the objective that counts accepted drafts; None without multi-token prediction."""
+        if self.here.run.config.loss.mtp is None:
+            return None
+        from pipeline.engines.parallel.acceptance import Acceptance  # noqa: PLC0415
+
+        return Acceptance()
+
+    def _report(
+        self,
+        step: int,
+        scored: Sequence[tuple[TokenDataset, EvaluationSums]],
+        *,
+        seconds: float,
+        rate: float | None,
+    ) -> None:
         targets = sum(sums.targets for _, sums in scored)
         loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
         row = {"loss": loss, "perplexity": perplexity(loss)}
         if per_byte is not None:
             row["bits_per_byte"] = per_byte
+        drafts = "" if rate is None else f", {rate:.1%} of the drafts of mtp accepted"
+        if rate is not None:
+            row["mtp_acceptance"] = rate
         self.here.sinks.write(HELD_OUT, step, **row, targets=targets, seconds=seconds)
         self.here.say(
             f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
-            f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
+            f" {show_bits_per_byte(per_byte)} bits per byte{drafts} ({targets:,} tokens, {seconds:.1f} s)"
         )
 
 

@@ -99,7 +99,11 @@ class PreparedRun:
         folders = named_folders(self.run.config.model, self.run.config.distill)
         left = {f: v.left_out for f, v in values.items() if isinstance(v, FromSafetensors) and v.left_out}
         fate = {"model.path": _FATES[self.run.config.model.extra_weights]}
-        return [extra_line(folders[f], names, what=fate.get(f, "are not loaded")) for f, names in left.items()]
+        lines = [extra_line(folders[f], names, what=fate.get(f, "are not loaded")) for f, names in left.items()]
+        if isinstance(self.values, FromSafetensors) and self.values.fresh:
+            found = self.run.config.loss.ahead - len(self.values.fresh)
+            lines.append(f"loss.mtp: {found} modules are read from model.path, {len(self.values.fresh)} initialized")
+        return lines
 
     @property
     def extra_weights(self) -> dict[str, Any] | None:
@@ -141,7 +145,8 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         from pipeline.run.distillation.find_teacher import check_student, find_teacher  # noqa: PLC0415
 
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
-    model = build_meta(hf_config, dtype=model_dtype(config), attn_implementation=attention_of(run))
+    how = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
+    model = build_meta(hf_config, dtype=model_dtype(config), **how)
     check_layout(run, model)
     check_fallbacks(run, model)
     if config.distill is not None:
@@ -210,12 +215,18 @@ def check_fallbacks(run: ResolvedRun, model: nn.Module, *, packages: bool = True
 def first_values(section: ModelSection, model: nn.Module, *, seed: int) -> ParameterValues:
     """Returns the parameters' initial values: initialized by name, or read from the folder in `model.path`."""
     if section.path is None or section.fresh:
-        found = find_parametrization(section, model)
-        initial = InitByName(model, seed=seed) if found is None else ScaledInit(model, found, seed=seed)
-        initial.check()
-        return initial
+        scaled = find_parametrization(section, model)
+        drawn = InitByName(model, seed=seed) if scaled is None else ScaledInit(model, scaled, seed=seed)
+        drawn.check()
+        return drawn
     rename, partial = original_name(section.keep_layers), section.keep_layers is not None
-    return FromSafetensors(section.path, model=model, rename=rename, partial=partial)
+    initial, keeps = InitByName(model, seed=seed), section.extra_weights == "keep"
+    found = FromSafetensors(section.path, model=model, rename=rename, partial=partial, initial=initial, modules=keeps)
+    if keeps and (unread := found.unread_modules):
+        why = f"the modules of {section.path} have a form that is not known: {', '.join(unread[:3])}"
+        remedy = "add model.extra_weights drop: they are dropped, and new ones initialized; or remove loss.mtp"
+        raise ConfigError("loss.mtp", why=why, remedy=remedy)
+    return found
 
 
 def named_folders(model: ModelSection, distill: DistillSection | None) -> dict[str, str]:

@@ -127,6 +127,23 @@ GLM = merged(
     model(model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
     model(first_k_dense_replace=1, n_group=1, topk_group=1),
 )
+QWEN3_NEXT = merged(
+    UNTIED,
+    model(
+        model_type="qwen3_next",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+)
+MTP, MTP_2 = ({"loss": {"mtp": {"depth": depth, "weight": 0.5}}} for depth in (1, 2))
 GPT_OSS = merged(
     UNTIED,
     model(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=12),
@@ -402,6 +419,30 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 2, inductor": at(2, INDUCTOR),
             "stage 3, full": at(3, AOT, FULL),
             "stage 1, pp 2": at(1, AOT, pp=2),
+        },
+    },
+    "multi-token prediction": {
+        ("torch", 2): {
+            "DeepSeek-V3, pp 2, full, compiled": at(2, DEEPSEEK, MTP_2, FULL, AOT, tier=CI, pp=2),
+            "tied, pp 2, chunked loss": at(3, MTP, CHUNKED, pp=2),
+            "fsdp2, experts, chunked loss, selective": at(3, DEEPSEEK, MTP_2, CHUNKED, SELECTIVE),
+            "ep 2": at(3, DEEPSEEK, MTP, ep=2),
+            "tp 2": at(3, MTP_2, UNTIED, tp=2),
+            "DeepSeek-V3, tp 2": at(2, DEEPSEEK, MTP, tp=2),
+            "Qwen3-Next, fsdp2": at(3, QWEN3_NEXT, MTP),
+            "Qwen3-Next, pp 2": at(2, QWEN3_NEXT, MTP, pp=2),
+            "GLM-4-MoE, bias": at(2, GLM, MTP, BIAS, micro=2),
+            "cp 2, ring": at(3, RING, MTP_2, cp=2),
+            "cp 2, ulysses": at(2, ULYSSES, DEEPSEEK, MTP_2, cp=2),
+            "bf16": at(3, MTP, BF16),
+            "Muon, pp 2, interleaved": at(2, MTP, MUON, INTERLEAVED, LAYERS_8, pp=2),
+        },
+        ("deepspeed", 2): {
+            "stage 3, experts": at(3, DEEPSEEK, SMALL, MTP_2, tier=CI),
+            "stage 1, tp 2": at(1, MTP, tp=2),
+            "stage 1, pp 2, untied": at(1, UNTIED, MTP_2, CLIPPED, pp=2),
+            "stage 0, ep 2": at(0, DEEPSEEK, MTP, ep=2),
+            "stage 2, cp 2": at(2, MTP_2, cp=2),
         },
     },
     "derived stages": {

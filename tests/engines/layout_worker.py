@@ -35,7 +35,7 @@ from pipeline.data.micro_batch import IGNORE, MicroBatch, StepBatch
 from pipeline.engines.base import Objective
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
-from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.multi_token import training_loss
 from pipeline.evaluation.tasks.encode import EncodedTask
 from pipeline.evaluation.tasks.rows import GeneratedQuestion, RankedQuestion
 from pipeline.models.attention import attention_of
@@ -133,8 +133,9 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
 def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device: torch.device = CPU) -> Any:
     """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-    model = build_meta(hf, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
-    objective = objective or CrossEntropy(z_loss=run.config.loss.z_loss)
+    how = {"attn_implementation": attention_of(run), "ahead": run.config.loss.ahead}
+    model = build_meta(hf, dtype=model_dtype(run.config), **how)
+    objective = objective or training_loss(run.config.loss)
     values = RecordedValues(InitByName(model, seed=3))
     engine: Any = build_engine(run, model, values, objective, device=device)
     if not run.alone and run.config.engine == "torch":

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from foundation.remote_directory import manifest_of
 from foundation.remote_folder import local_tokens
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.damage import find_damage
-from pipeline.checkpoint.export.extras import class_of, kept_extras, placeholders, write_counts
+from pipeline.checkpoint.export.extras import ExportedModules, class_of, kept_extras, placeholders, write_counts
 from pipeline.checkpoint.export.heldout import heldout_figures
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.export.trained_model import (
@@ -107,13 +109,17 @@ def export(
     model = trained_model(manifest, dtype=dtype)
     _check_shapes(weights.shapes, parameter_shapes(model), checkpoint)
     kept = kept_extras(manifest, model, dtype=dtype, given=extra)
+    modules = ExportedModules(model, weights, dtype=dtype)
     with staged(out) as staging:
         buffers = computed_buffers(model, weights)
-        how: dict[str, Any] = {"extra": kept, "placed": kept.placed}
+        how: dict[str, Any] = {
+            "extra": chain(kept, modules.copies()),
+            "placed": partial(modules.placed, other=kept.placed),
+        }
         write_weights(model, weights, buffers, staging, dtype=dtype, progress=progress, **how)
         if kept.multimodal is None:
             _write_config(config, model, staging, dtype, trained_positions=trained_positions(manifest, model))
-            write_counts(config, staging, kept=bool(kept.names))
+            write_counts(config, staging, kept=bool(kept.names), trained=modules.count)
         else:
             kept.copy_beside(staging, dtype=dtype)
         _write_generation(config, manifest, staging)

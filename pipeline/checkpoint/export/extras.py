@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from foundation.directory import Manifest, write_json
 from foundation.errors import DataError
 from foundation.foreign_json import read_json
+from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.models.construction.extra_tensors import whole
 from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.folder.extra_weights import COUNTS, renumbered
 from pipeline.models.folder.model_folder import CONFIG, ModelFolder
+from pipeline.models.folder.multi_token_names import module_names
 from pipeline.models.folder.text_part import TEXT_ALONE
 from pipeline.models.layers import original_name
+from pipeline.models.multi_token import modules_of
 
 DROP = "drop"
+Placed = Callable[[str, Tensor], tuple[str, Tensor]]
+"""Function from a tensor's name in a decoder's own folder, and the tensor, to what is written."""
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa)\w*token_(id|index)$")
 _BESIDE = ("*processor*.json", "chat_template.json")
 """Files of the programs that prepare images and sounds for a model."""
@@ -124,15 +129,51 @@ def _unchanged(path: str, manifest: Manifest, recorded: dict[str, Any]) -> Model
     return folder
 
 
-def write_counts(config: PretrainedConfig, folder: Path, *, kept: bool) -> None:
+def write_counts(config: PretrainedConfig, folder: Path, *, kept: bool, trained: int = 0) -> None:
     """Writes into config.json how many layers predict more tokens; 0 if the folder has none of their tensors.
 
     transformers leaves the number out where it is the architecture's default; other programs have no defaults.
+
+    Args:
+        config: the model's config.
+        folder: the exported folder.
+        kept: whether the folder has layers of the starting model, unchanged.
+        trained: number of layers that were trained.
     """
     own = {config.attribute_map.get(key, key) for key in COUNTS if getattr(config, key, None)}
+    own |= {module_names(config.model_type).count} if trained and not own else set()
     if own:
-        counts = {key: getattr(config, key) if kept else 0 for key in sorted(own)}
+        counts = {key: max(trained, getattr(config, key, 0) if kept else 0) for key in sorted(own)}
         write_json(folder / CONFIG, read_json(folder / CONFIG) | counts)
+
+
+class ExportedModules:
+    """The names of trained modules for multi-token prediction in an export, and what it repeats beside them.
+
+    Args:
+        model: the trained model, on any device.
+        weights: its weights.
+        dtype: dtype of the written weights.
+    """
+
+    def __init__(self, model: Any, weights: CheckpointWeights, *, dtype: torch.dtype) -> None:
+        self._model, self._weights, self._dtype = model, weights, dtype
+        self._names, self._layers = module_names(model.config.model_type), model.config.num_hidden_layers
+        self.count = len(modules_of(model))
+
+    def placed(self, name: str, value: Tensor, *, other: Placed) -> tuple[str, Tensor]:
+        """Returns a tensor with its name in the folder; `other` does so for those of no module."""
+        found = self._names.in_files(name, layers=self._layers) if self.count else name
+        return other(name, value) if found == name else (found, value)
+
+    def copies(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the copies of embedding and head that the family's files have with every module."""
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for k in range(self.count if self._names.copies else 0):
+            prefix = self._names.parts["layer"].format(n=self._layers + k, k=k)
+            for copy, module in zip(self._names.copies, ends, strict=True):
+                yield f"{prefix}.{copy}", self._weights.value(names[id(module.weight)]).to(self._dtype)
 
 
 def class_of(folder: Path) -> Any:

@@ -50,7 +50,14 @@ def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
     Raises:
         ConfigError: this version of transformers cannot build the model.
     """
-    return build_meta(trained_config(manifest), dtype=dtype, attn_implementation=attention_implementation(manifest))
+    how = {"attn_implementation": attention_implementation(manifest), "ahead": trained_ahead(manifest)}
+    return build_meta(trained_config(manifest), dtype=dtype, **how)
+
+
+def trained_ahead(manifest: Manifest) -> int:
+    """Returns the number of modules for multi-token prediction; checkpoints older than the key have none."""
+    section = (manifest.config.get("loss") or {}).get("mtp")
+    return 0 if section is None else int(section["depth"])
 
 
 def trained_shapes(manifest: Manifest) -> dict[str, torch.Size]:

@@ -71,6 +71,7 @@ def curve_fields(run: ResolvedRun) -> Curve:
         },
         "distill": _distillation(sections.distill, sequence_length=sections.data.sequence_length),
         "loss.z_loss": config["loss"]["z_loss"] or None,
+        "loss.mtp": config["loss"]["mtp"],
         "moe": _balance(sections.moe),
         "train_batch_size": run.batch.samples,
         "optimizer": config["optimizer"],

@@ -88,8 +88,18 @@ class ModelSection(Section):
     )
 
 
+class MtpSection(Section):
+    """Multi-token prediction: modules behind the decoder layers that predict further tokens, trained with the model."""
+
+    depth: Count = Field(1, description="Number of modules, each for one token further ahead")
+    weight: PositiveFloat = Field(
+        0.3,
+        description="Weight of the mean of the modules' losses; DeepSeek-V3 used 0.3, and 0.1 for the last third",
+    )
+
+
 class LossSection(Section):
-    """Next-token cross-entropy loss, its z-loss and chunking."""
+    """Next-token cross-entropy loss, its z-loss and chunking, and multi-token prediction."""
 
     z_loss: NonNegativeFloat = Field(
         0.0, description="Weight of the z-loss, (log Z)^2 per token, which keeps logits small, e.g. 1e-4; 0 is off"
@@ -100,6 +110,17 @@ class LossSection(Section):
         " e.g. 2048; all when absent, 512 in a distillation. Saves memory with a large vocabulary, recomputes nothing"
         " and changes no result",
     )
+    mtp: MtpSection | None = Field(
+        None,
+        description="Multi-token prediction, e.g. {}: trains the modules that predict further tokens (mtp.*), read from"
+        " model.path if it has them, else initialized randomly; an export has them under the names of the family. None"
+        " when absent",
+    )
+
+    @property
+    def ahead(self) -> int:
+        """Number of modules for multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.depth
 
 
 class MoeSection(Section):

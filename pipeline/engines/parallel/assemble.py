@@ -24,6 +24,7 @@ from pipeline.engines.parallel.experts import apply_expert_parallel, exchanges
 from pipeline.engines.parallel.fp8 import apply_fp8
 from pipeline.engines.parallel.fused_kernels import exchange_of
 from pipeline.engines.parallel.mesh import Mesh
+from pipeline.engines.parallel.multi_token import SequenceParts
 from pipeline.engines.parallel.quantization_aware import apply_quantization_aware
 from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, recurrent_blocks
 from pipeline.engines.parallel.ring import RingAttention
@@ -33,6 +34,7 @@ from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.multi_token import modules_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def assemble(
     kept = {name: [pair for pair in pairs if pair[0] in local_modules] for name, pairs in owners.items()}
     local_owners = {name: pairs for name, pairs in kept.items() if pairs}
     tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
+    if stage is not None and stage.count > 1 and modules_of(model) and (stage.first or stage.last):
+        tied |= _embedding_names(causal, local_owners)
     names = _names(local_owners)
     ep_group = mesh.group("ep") if mesh and run.topology.ep > 1 else None  # a teacher's run has none
     tp_group = mesh.group("tp") if mesh else None
@@ -117,6 +121,7 @@ def assemble(
         dtype=next(model.parameters()).dtype,
         own_head=_needs_own_head(causal, stage, tensor, chunk),
         recurrent=recurrent,
+        sequence=_sequence(run, mesh) if modules_of(causal) and cp > 1 else None,
     )
     decoder = Decoder(causal, layout, local_owners)
     if balancer is not None:
@@ -150,8 +155,23 @@ def _needs_own_head(
     causal: nn.Module, stage: StageLayers | None, tensor: TensorParallel | None, chunk: int | None
 ) -> bool:
     """Whether the head runs outside of the model's forward pass, in which the model does more than its product."""
-    whole = (stage is None or stage.count == 1) and tensor is None and chunk is None
+    whole = (stage is None or stage.count == 1) and tensor is None and chunk is None and not modules_of(causal)
     return not whole and (stage is None or stage.last) and not has_separate_head(causal.config)
+
+
+def _embedding_names(causal: nn.Module, owners: dict[str, list[tuple[nn.Module, str]]]) -> set[str]:
+    """Names of the embedding's weights, of which the last stage has copies for modules that predict more tokens."""
+    embedding = causal.get_input_embeddings()  # type: ignore[operator]
+    return {name for name, pairs in owners.items() if any(module is embedding for module, _ in pairs)}
+
+
+def _sequence(run: ResolvedRun, mesh: Mesh | None) -> SequenceParts:
+    """The parts of a sequence that the ranks of this rank's cp group have."""
+    group = mesh.group("cp") if mesh else None
+    assert group is not None
+    cp, length = run.topology.cp, run.batch.sequence_length
+    parts = [sequence_chunks(length, cp=cp, cp_rank=rank, zigzag=run.zigzag) for rank in range(cp)]
+    return SequenceParts(group, tuple(each for part in parts for each in part))
 
 
 def _names(owners: dict[str, list[tuple[nn.Module, str]]]) -> dict[int, str]:

@@ -9,7 +9,7 @@ tensor-parallel model hidden states are [B, T / tp, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from pipeline.engines.parallel.collectives import all_gather
 from pipeline.engines.parallel.decoding import DecodingBatch
 from pipeline.engines.parallel.features import FeatureLoss, recording
 from pipeline.engines.parallel.fused_head import LossFunction, LossTask, fuse_head, total_and_parts
+from pipeline.engines.parallel.multi_token import MultiTokenObjective, SequenceParts, TokensAhead
 from pipeline.engines.parallel.own_head import AfterHead, OwnHead
 from pipeline.engines.parallel.recurrent import Recurrent
 from pipeline.engines.parallel.stage_messages import StageMessage
@@ -29,6 +30,7 @@ from pipeline.engines.parallel.tensor import TensorParallel
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
 from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
 from pipeline.models.longrope import follow_sequence_lengths, lengths_so_far, sequence_lengths
+from pipeline.models.multi_token import modules_of
 
 
 class TokenCounter(Protocol):
@@ -55,6 +57,7 @@ class DecoderLayout:
         dtype: dtype of queries and masks.
         own_head: whether the model does more to its logits than its head's product (`own_head`).
         recurrent: what passes documents on to recurrent blocks; None for a model without, or if it runs as it is.
+        sequence: the parts of a sequence on all ranks that share it, if modules predict more tokens; else None.
     """
 
     first: bool = True
@@ -68,6 +71,7 @@ class DecoderLayout:
     dtype: torch.dtype = torch.float32
     own_head: bool = False
     recurrent: Recurrent | None = None
+    sequence: SequenceParts | None = None
 
 
 class Decoder(nn.Module):
@@ -96,6 +100,7 @@ class Decoder(nn.Module):
         self._own_head = OwnHead(causal) if layout.last and layout.own_head else None
         self._windows = attention_windows(causal.config)
         self._lengths = follow_sequence_lengths(causal)
+        self._ahead = TokensAhead(causal, layout.sequence) if layout.last and modules_of(causal) else None
         self.balancer: TokenCounter | None = None
         self.record_attention: RecordAttention | None = None
         if layout.last and layout.chunk is not None:
@@ -137,7 +142,15 @@ class Decoder(nn.Module):
         hidden = self.hidden_states(inputs, batch)
         if not self.layout.last:
             return (hidden,)
-        return self._loss(self.gathered(hidden), batch, objective)
+        sums = self._loss(self.gathered(hidden), batch, objective)
+        if not isinstance(objective, MultiTokenObjective):
+            return sums
+        assert self._ahead is not None
+        further = [
+            self._loss(self.gathered(states), replace(batch, labels=labels), objective.further)[0]
+            for states, labels in self._ahead.run(hidden, batch)
+        ]
+        return objective.combined(sums, further, self._ahead, batch)
 
     def logits(self, inputs: Tensor, batch: MicroBatch) -> Tensor:
         """Computes the logits [B, T, V] by the model's own forward pass; the model must not be split over ranks."""
@@ -186,7 +199,8 @@ class Decoder(nn.Module):
     def _uses_model_forward(self) -> bool:
         """Whether the model's own forward pass can compute the logits."""
         layout = self.layout
-        return layout.first and layout.last and layout.tensor is None and layout.chunk is None
+        whole = layout.first and layout.last and layout.tensor is None and layout.chunk is None
+        return whole and self._ahead is None
 
     def _routed_tokens(self, batch: MicroBatch) -> Tensor:
         """Marks the target tokens, bool [B, T / tp], in the shape of the hidden states that routers get."""

@@ -36,6 +36,7 @@ from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import config_from, config_key
 from pipeline.engines.parallel.tensor_plan import BlockCall, BlockKind, close, recorded_calls
 from pipeline.models.attention import ATTENTION_NAME, AttentionContext
+from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
 
 _V, _T, _RANKS = 32, 16, 2
@@ -54,7 +55,7 @@ def recurrent_blocks(model: nn.Module) -> dict[str, bool]:
         model: the full model or a pipeline stage of it, on any device.
     """
     kinds = _kinds(config_key(model.config))
-    of_modules = ((name, BlockKind.of(name, module)) for name, module in model.named_modules())
+    of_modules = ((name, BlockKind.of(original_module(model, name), module)) for name, module in model.named_modules())
     return {name: kinds[kind] for name, kind in of_modules if kind in kinds}
 
 

@@ -24,7 +24,9 @@ from pipeline.engines.parallel.stage_messages import CarriedTensor, LayerRecorde
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
+from pipeline.models.folder.multi_token_names import MODULES
 from pipeline.models.hf_config import config_from, config_key, one_line
+from pipeline.models.multi_token import modules_of
 from pipeline.models.resize.shrink import shrink
 
 REMEDY = "use ZeRO or FSDP2 for this architecture (parallel.pp 1)"
@@ -59,6 +61,11 @@ def stage_plan(model: nn.Module) -> StagePlan:
     Raises:
         ConfigError: the model cannot be divided into stages; names the module or the tensor.
     """
+    plan = _plan(model)
+    return replace(plan, after=(*plan.after, MODULES)) if modules_of(model) else plan
+
+
+def _plan(model: nn.Module) -> StagePlan:
     given = _given_plan(model)
     if given is None:
         return _derived_plan(config_key(model.config))
@@ -99,7 +106,7 @@ def _given_plan(model: Any) -> StagePlan | None:
     heads = {id(p) for p in head.parameters()}
     for name, parameter in model.named_parameters():
         planned = name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] in plan
-        if not planned and id(parameter) not in heads:
+        if not planned and id(parameter) not in heads and not name.startswith(f"{MODULES}."):
             return None
     at = plan.index(lists[0])
     before, after = ([prefix + name for name in part] for part in (plan[:at], plan[at + 1 :]))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from foundation.errors import ConfigError
 from pipeline.engines.parallel.stage_messages import CarriedTensor, StageMessage
 from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
+from pipeline.models.multi_token import modules_of
 
 
 @dataclass(frozen=True)
@@ -192,13 +193,16 @@ def keep_stage(model: nn.Module, stage: StageLayers) -> None:
         stage: the stage to keep.
     """
     plan = stage_plan(model)
+    embedding = model.get_input_embeddings() if stage.last and modules_of(model) else None  # type: ignore[operator]
+    looked_up = next((name for name, module in model.named_modules() if module is embedding), None)
     layers = layer_list(model)[1]
     for index, layer in enumerate(layers):
         if not stage.layers[0] <= index < stage.layers[1]:
             layers[index] = PassThrough(layer, outputs=plan.outputs, copies=plan.derived, carried=plan.carried)
     absent = (*(() if stage.first else plan.before), *(() if stage.last else plan.after))
     for name in absent:
-        if not any(name.startswith(f"{other}.") for other in absent):  # Inkling 2 has a norm within its embedding
+        nested = any(name.startswith(f"{other}.") for other in absent)  # Inkling 2 has a norm within its embedding
+        if not nested and name != looked_up:
             _remove(model, name, plan)
 
 
@@ -270,8 +274,9 @@ class StageEnds:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the head and the embedding of a full model share their weight."""
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    """Whether the first and the last stage of a full model both need the embedding's weight: for the head or modules
+    that predict more tokens."""
+    return bool(modules_of(model)) or model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def shared_between_stages(model: nn.Module, stages: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:

@@ -48,6 +48,7 @@ from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
 from pipeline.models.layers import global_value
+from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
 
 _SEQUENCE = -2
@@ -165,9 +166,10 @@ def _given_styles(model: nn.Module, *, tp: int) -> dict[str, str]:
     prefix = f"{model.base_model_prefix}."
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not name.startswith(prefix):
+        planned = original_module(model, name)
+        if not planned.startswith(prefix):
             continue
-        style = _style(plan, name.removeprefix(prefix))
+        style = _style(plan, planned.removeprefix(prefix))
         if style is None or style in _REPLICATED:
             continue
         if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
@@ -193,7 +195,8 @@ def _check_blocks_covered(model: nn.Module, plan: dict[str, str], styles: dict[s
     for block in sorted({name.rpartition(".")[0] for name in styles}):
         for name, _ in model.get_submodule(block).named_parameters(prefix=block):
             module = name.rpartition(".")[0]
-            if module not in styles and _style(plan, module.removeprefix(f"{model.base_model_prefix}.")) is None:
+            planned = original_module(model, module).removeprefix(f"{model.base_model_prefix}.")
+            if module not in styles and _style(plan, planned) is None:
                 raise ConfigError(
                     "parallel.tp",
                     tp,
@@ -206,7 +209,7 @@ def _refuse_shared_experts(model: nn.Module, plan: dict[str, str], tp: int) -> N
     """Refuses a plan for a model with shared experts, whose input may be tokens [N, D]: a derived plan shards them."""
     prefix = f"{model.base_model_prefix}."
     for experts, _ in model.named_modules():
-        if _style(plan, experts.removeprefix(prefix)) != _EXPERTS:
+        if _style(plan, original_module(model, experts).removeprefix(prefix)) != _EXPERTS:
             continue
         mixture = experts.rpartition(".")[0]
         for name, module in model.get_submodule(mixture).named_modules(prefix=mixture):

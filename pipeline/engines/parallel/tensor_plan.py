@@ -52,6 +52,7 @@ from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.models.attention import ATTENTION_NAME, attention_windows, make_context
 from pipeline.models.hf_config import one_line
 from pipeline.models.layers import global_value
+from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
 
 _V, _T, _RANKS = 32, 16, 2
@@ -94,7 +95,7 @@ def derived_blocks(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_T
     kinds = _kinds(config_key(config), tuple(sorted(table.items())))
     found: dict[str, BlockPlan] = {}
     for name, module in model.named_modules():
-        plan = kinds.get(BlockKind.of(name, module))
+        plan = kinds.get(BlockKind.of(original_module(model, name), module))
         if plan is not None:
             found[name] = plan if _divides(config, module, plan, tp) else BlockPlan({})
     return found

@@ -25,6 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pipeline.models.multi_token import modules_of
+
 
 @dataclass(frozen=True)
 class Units:
@@ -34,21 +36,25 @@ class Units:
         embedding: the embedding; None on a stage without it, or if the head shares its weight.
         layers: decoder layers; layers that share parameters (Zamba's attention block) are one unit.
         end: head, with the norm before it; empty on a stage without a head, or if the embedding shares its weight.
+        ahead: modules that predict more tokens, which an evaluation does not run. They need embedding and head, too,
+            which then belong to the root's unit.
     """
 
     embedding: nn.Module | None
     layers: tuple[tuple[nn.Module, ...], ...]
     end: tuple[nn.Module, ...]
+    ahead: tuple[nn.Module, ...] = ()
 
     def ordered(self) -> list[tuple[nn.Module, ...]]:
         """Returns all units, in the order of the forward pass."""
         first = () if self.embedding is None else ((self.embedding,),)
-        return [*first, *self.layers, *((self.end,) if self.end else ())]
+        return [*first, *self.layers, *((each,) for each in self.ahead), *((self.end,) if self.end else ())]
 
 
 def units_of(causal: nn.Module) -> Units:
     """Finds the units of a Hugging Face causal language model, or of its pipeline stage, before sharding."""
-    layers = layer_units(causal)
+    ahead = tuple(modules_of(causal))
+    layers = [unit for unit in layer_units(causal) if not any(unit[0] in set(each.modules()) for each in ahead)]
     model: Any = causal
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_layers = {parameter for unit in layers for layer in unit for parameter in layer.parameters()}
@@ -61,7 +67,9 @@ def units_of(causal: nn.Module) -> Units:
 
     end = (*_norms_after_layers(causal), head) if of_their_own(head, nn.Linear, embedding) else ()
     first = embedding if of_their_own(embedding, nn.Embedding, head) else None
-    return Units(first, tuple(tuple(unit) for unit in layers), end)
+    if ahead:
+        end, first = (), None
+    return Units(first, tuple(tuple(unit) for unit in layers), end, ahead)
 
 
 def layer_units(root: nn.Module) -> list[list[nn.Module]]:
@@ -92,7 +100,8 @@ def prefetch_explicitly(root: nn.Module, units: Units) -> None:
     if units.end:
         # otherwise FSDP2 keeps the all-gather's buffer to the end of the forward pass, through head and loss
         _sharded(units.end[0])._set_unshard_async_op(True)
-    chain = [_sharded(root), *(each for unit in units.ordered() for each in _with_inner(unit))]
+    always = [unit for unit in units.ordered() if unit[0] not in units.ahead]
+    chain = [_sharded(root), *(each for unit in always for each in _with_inner(unit))]
     for before, after in pairwise(chain):
         before.set_modules_to_forward_prefetch([after])
     chain = [each for unit in reversed(units.ordered()) for each in _with_inner(unit)]

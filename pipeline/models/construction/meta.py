@@ -15,7 +15,7 @@ from pipeline.models.flash_attention import install_remedy
 from pipeline.models.hf_config import one_line
 
 
-def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
+def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str, ahead: int = 0) -> nn.Module:
     """Builds `AutoModelForCausalLM` for a config on the meta device; tied parameters are one object.
 
     Args:
@@ -23,9 +23,11 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
         dtype: dtype of every parameter.
         attn_implementation: transformers' name of the attention implementation. Eager attention, which computes the
             same, replaces sdpa where transformers has no sdpa for the architecture.
+        ahead: number of modules for multi-token prediction to attach (`models.multi_token`).
 
     Raises:
-        ConfigError: transformers has no causal language model for the config, or refuses its values.
+        ConfigError: transformers has no causal language model for the config, or refuses its values, or
+            `attach_modules` refuses the architecture.
     """
     if attn_implementation == "sdpa" and not _has_sdpa(config):
         attn_implementation = "eager"
@@ -49,6 +51,10 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementat
     frozen_to_buffers(model)
     keep_in_fp32(model)
     assert isinstance(model, nn.Module)
+    if ahead:
+        from pipeline.models.multi_token import attach_modules  # noqa: PLC0415
+
+        attach_modules(model, depth=ahead)
     return model
 
 

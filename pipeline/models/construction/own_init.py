@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipeline.models.multi_token import original_module
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -63,6 +65,7 @@ class Constructors:
             key: name of the parameter or buffer in the module.
             seed: seed of torch's generator while the constructor runs.
         """
+        owner = original_module(self._model, owner)
         kind = type(self._model.get_submodule(owner))
         if kind not in self._calls:
             self._calls[kind] = self._recorded(kind)

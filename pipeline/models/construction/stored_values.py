@@ -25,12 +25,15 @@ from pipeline.models.construction.extra_tensors import (
     stored_extras,
     whole,
 )
+from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.models.construction.meta import parameter_shapes
 from pipeline.models.construction.rectangle import Rectangle, part
 from pipeline.models.construction.stored_names import TensorGroup, groups_of_files
 from pipeline.models.folder.extra_weights import extra_names, layer_number
+from pipeline.models.folder.multi_token_names import MODULES, module_names, renamed_stored
 from pipeline.models.folder.text_part import TextPart, text_is_nested, text_part
 from pipeline.models.folder.weight_files import INDEX, HfFields, stored_tensors
+from pipeline.models.multi_token import modules_of
 
 _WRAPPERS = ("_orig_mod", "module", "base_model.model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Prefixes that torch.compile, DDP, DeepSpeed, peft and FSDP add to the names in modules that they wrap."""
@@ -51,12 +54,15 @@ class FromSafetensors:
             model's code computes persistent buffers that the files lack, as in exports of older versions.
         rename: function from a name in the model to the original's, if `model` keeps only some of its layers.
         partial: whether the files may contain other tensors (a model that keeps only some layers).
+        initial: values of modules for multi-token prediction that the files lack; None if no values are read.
+        modules: whether such modules are read from the files, if these have them.
 
     Attributes:
         folder: the folder on this host.
         left_out: names in the files of tensors that the architecture does not use: layers that predict more tokens,
             and what reads images in a multimodal model.
         part: the tensors of a multimodal model, if `model` is its decoder; else None.
+        fresh: prefixes of the names of modules for multi-token prediction that have their values from `initial`.
 
     Raises:
         DataError: tensors are missing or unexpected, shapes are wrong, a tied weight has other values, or
@@ -70,6 +76,8 @@ class FromSafetensors:
         model: nn.Module,
         rename: Callable[[str], str] = lambda name: name,
         partial: bool = False,
+        initial: ParameterValues | None = None,
+        modules: bool = True,
     ) -> None:
         self.folder, self._model, self._rename = local_folder(folder), model, rename
         self._stored = self._files = stored_tensors(self.folder)
@@ -78,10 +86,17 @@ class FromSafetensors:
         if text_is_nested(self.folder, str(getattr(model.config, "model_type", ""))):
             self.part = text_part(self.folder, self._stored)
             self._stored = self.part.inside
+        self._initial, self._of_kind = initial, module_names(str(getattr(model.config, "model_type", "")))
+        depth = len(modules_of(model))
+        if depth and modules:
+            self._stored = renamed_stored(self._stored, self._of_kind, layers=self._layers, depth=depth)
+        prefixes = (f"{MODULES}.{k}." for k in range(depth))
+        self.fresh = tuple(p for p in prefixes if not any(name.startswith(p) for name in self._stored))
         self._block = block_size(self.folder)
         self.left_out: list[str] = []
         self._last: tuple[TensorGroup, dict[str, Tensor]] | None = None
         parameters, buffers = parameter_shapes(model), buffer_shapes(model)
+        parameters = {name: shape for name, shape in parameters.items() if not name.startswith(self.fresh)}
         known = {rename(name) for name in (*parameters, *buffers)}
         scales = {name for name in self._stored if name.removesuffix(SCALE) in self._stored.keys() - {name}}
         groups = groups_of_files(model, self._stored.keys() - scales, known)
@@ -95,6 +110,9 @@ class FromSafetensors:
 
     def value(self, name: str, *, box: Rectangle | None = None, device: torch.device = CPU) -> Tensor:
         """Reads the values of a parameter; see `ParameterValues.value`."""
+        if name.startswith(self.fresh):
+            assert self._initial is not None, name
+            return self._initial.value(name, box=box, device=device)
         return self._read(name, box).to(device).to(torch.float32)
 
     def buffer(self, name: str) -> Tensor | None:
@@ -104,6 +122,18 @@ class FromSafetensors:
     def extras(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Reads the tensors of `left_out` one at a time; see `stored_extras`."""
         return stored_extras(self.folder, self._files, self.left_out, dtype=dtype)
+
+    @property
+    def unread_modules(self) -> list[str]:
+        """Names in the files of tensors of modules for multi-token prediction, of a form that is not known."""
+        return sorted(extra_names(self._config, self.left_out)) if self.fresh else []
+
+    @property
+    def _layers(self) -> int:
+        """Number of decoder layers in the files."""
+        config: Any = self._model.config
+        text = {**self._config, **(self._config.get("text_config") or {})}
+        return int(text.get("num_hidden_layers") or config.num_hidden_layers)
 
     def _read(self, name: str, box: Rectangle | None = None) -> Tensor:
         group = self._group_of[self._rename(name)]

@@ -23,10 +23,10 @@ from pipeline.config.topology import AXES, Topology
 from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import model_dtype
-from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.experts import exchanges
 from pipeline.engines.parallel.mesh import build_mesh
+from pipeline.engines.parallel.multi_token import training_loss
 from pipeline.engines.parallel.rank_model import widths_of
 from pipeline.engines.sizes.expert_load import expert_load
 from pipeline.engines.torch_native.single import TorchSingle
@@ -88,7 +88,7 @@ def run_step(case: StepCase) -> dict[str, Any]:
         )
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads(), recorder:
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
-            objective = CrossEntropy(z_loss=run.config.loss.z_loss)
+            objective = training_loss(run.config.loss)
             engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
             roots = modules_of(engine)
             _route(roots, run, model)
@@ -127,7 +127,7 @@ def run_compiled_step(case: StepCase) -> None:
         recorder = StepRecorder(memory, axes_of=lambda ranks: axes_of(run.topology, ranks))
         with fake.fake_tensors(), watched(memory), recorder.reading_lists(), recorder.deferring_reads():
             values = Zeros({name: parameter.shape for name, parameter in model.named_parameters()})
-            objective = CrossEntropy(z_loss=run.config.loss.z_loss)
+            objective = training_loss(run.config.loss)
             with recorder:  # it leaves a model on meta alone
                 engine = build_engine(run, model, values, objective, device=torch.device("cuda", 0), mesh=mesh)
             _route(modules_of(engine), run, model)
@@ -142,7 +142,8 @@ def _run_and_model(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
     tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
     length = run.config.data.sequence_length
     hf_config = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length)
-    model = build_meta(hf_config, dtype=model_dtype(run.config), attn_implementation=attention_of(run))
+    how = {"attn_implementation": attention_of(run), "ahead": run.config.loss.ahead}
+    model = build_meta(hf_config, dtype=model_dtype(run.config), **how)
     check_layout(run, model)
     return run, model
 

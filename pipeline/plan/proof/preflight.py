@@ -35,7 +35,8 @@ def check_run(run: ResolvedRun) -> None:
     if config.compile.backend == "inductor":  # a proof does without inductor's compilers
         here["compile.backend"] = TRACED
     run = replace(run, config=changed(config, here))
-    model = build_meta(real_model(run), dtype=model_dtype(config), attn_implementation=attention_of(run))
+    how = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
+    model = build_meta(real_model(run), dtype=model_dtype(config), **how)
     check_layout(run, model, packages=False)
     check_fallbacks(run, model, packages=False)
     first_values(config.model, model, seed=config.run.seed)

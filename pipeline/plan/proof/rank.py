@@ -26,7 +26,7 @@ from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.base import Engine
 from pipeline.engines.build import build_engine
 from pipeline.engines.common import require_finite_step
-from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.multi_token import training_loss
 from pipeline.models.construction.counter import CPU, normal
 from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.models.construction.rectangle import Rectangle, part
@@ -59,7 +59,7 @@ def run_rank(case: Case, directory: Path, *, rank: int, port: int, gpu: bool = F
     if gpu:
         torch.cuda.set_device(device)
     with nullcontext() if run.alone else process_group(launch, gpu=device.index, timeout_s=120.0):
-        objective = CrossEntropy(z_loss=config.loss.z_loss)
+        objective = training_loss(config.loss)
         values = _Perturbed(prepared.values, case.noise) if case.noise else prepared.values
         coordinates = run.topology.coordinates(rank)
         loader_arguments = {
