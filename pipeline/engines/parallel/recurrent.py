@@ -33,9 +33,9 @@ from pipeline.engines.parallel.activation_checkpointing import WITHIN
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.recurrent_heads import own_heads
 from pipeline.engines.parallel.simulated_ranks import run_ranks
-from pipeline.engines.parallel.stage_plan import config_from, config_key
 from pipeline.engines.parallel.tensor_plan import BlockCall, BlockKind, close, recorded_calls
 from pipeline.models.attention import ATTENTION_NAME, AttentionContext
+from pipeline.models.hf_config import config_from, config_key
 from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
 

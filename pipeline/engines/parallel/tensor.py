@@ -27,7 +27,7 @@ from foundation.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.recurrent import recurrent_blocks
-from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
+from pipeline.engines.parallel.stage_plan import largest_list
 from pipeline.engines.parallel.tensor_plan import derived_blocks, hidden_states, zero_output
 from pipeline.engines.parallel.tensor_styles import (
     COLWISE,
@@ -47,6 +47,7 @@ from pipeline.engines.parallel.tensor_styles import (
 from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.hf_config import config_from, config_key
 from pipeline.models.layers import global_value
 from pipeline.models.multi_token import original_module
 from pipeline.models.resize.shrink import shrink
