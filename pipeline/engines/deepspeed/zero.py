@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,7 +29,6 @@ from pipeline.engines.deepspeed.local_model import Zero3, build_local_model
 from pipeline.engines.parallel.activation_checkpointing import not_restored
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.engines.parallel.conditional_modules import conditional_blocks
-from pipeline.engines.parallel.recurrent_heads import DIVIDED
 from pipeline.models.construction.initial_values import ParameterValues
 
 
@@ -51,9 +50,6 @@ class DeepSpeedZero(DeepSpeedBase):
                 # hooks outside a layer's compiled graph gather its weights at once
                 blocks = [*blocks, GradientCheckpointingLayer]
             set_z3_leaf_modules(self._local_model.decoder, blocks, raise_if_not_found=False)
-            for module in self._local_model.decoder.modules():
-                if hasattr(module, DIVIDED):
-                    set_z3_leaf_module(module, True)
         tp_group = mesh.group("tp") if mesh else None
         self._initialize(run, self._local_model.decoder, config=config, model_group=tp_group, unit=unit)
         if zero3 is not None:

@@ -19,9 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-DIVIDED = "divided_heads"
-"""Attribute of a block that runs on views of its children's weights, which an engine has to gather with its own."""
-
 _ALL, _WHOLE, _OUTPUT = ("all",), ("whole",), ("output",)
 """Rows of a parameter: all are divided, none are, or it is the output projection, whose inputs are divided."""
 _GROUPS = "groups"
@@ -161,7 +158,7 @@ def own_heads(
     """Returns a function with a block's arguments that computes this rank's summand of its output.
 
     Args:
-        block: a recurrent block with whole weights; marked with `DIVIDED`.
+        block: a recurrent block with whole weights.
         rank: this rank.
         ranks: number of ranks.
         groups: groups whose ranks are all these ranks together, for a norm over all heads.
@@ -181,10 +178,9 @@ def own_heads(
         if isinstance(module, nn.Conv1d) and own is not None:  # each channel by itself
             module.groups = module.in_channels = module.out_channels = own.size(ranks)
             small.conv_dim = module.groups
-    norm = getattr(small, "norm", None)
+    norm: Any = getattr(small, "norm", None)
     if hasattr(norm, "group_size") and not several:
         norm.forward = partial(_norm_over_ranks, norm, groups, norm.group_size)
-    setattr(block, DIVIDED, True)
     return partial(_summand, block, small, rows, rank, ranks)
 
 
@@ -198,8 +194,10 @@ def _summand(
     **kwargs: Any,
 ) -> Any:
     views: dict[str, Tensor] = {}
-    for name, whole in _tensors(block):
-        own = rows.get(name)
+    for name, _ in _tensors(block):
+        module, _, key = name.rpartition(".")
+        # DeepSpeed's ZeRO-3 gathers a child's weights when they are accessed as an attribute
+        whole, own = getattr(block.get_submodule(module), key), rows.get(name)
         if own is not None:
             views[name] = own.of(whole, rank=rank, ranks=ranks)
         else:
