@@ -27,7 +27,6 @@ from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_
 from pipeline.engines.parallel.experts import apply_expert_parallel
 from pipeline.engines.parallel.ring import RingInOneProcess
 from pipeline.engines.parallel.sharded_trial import LossGradients, rank_gradients, stage_gradients, whole_gradients
-from pipeline.engines.parallel.stage_plan import config_from, config_key
 from pipeline.engines.parallel.stages import layer_list, split_layers
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.models.attention import ATTENTION_NAME, attention_of
@@ -37,7 +36,7 @@ from pipeline.models.construction.initial_values import OwnBuffers
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.construction.rectangle import Rectangle, part
-from pipeline.models.hf_config import one_line
+from pipeline.models.hf_config import config_from, config_key, one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import shrink
 from pipeline.models.routers import has_experts

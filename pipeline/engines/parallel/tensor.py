@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import ConfigError
 from pipeline.config.topology import largest_divisor
 from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
-from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
+from pipeline.engines.parallel.stage_plan import largest_list
 from pipeline.engines.parallel.tensor_plan import (
     COLWISE,
     ROWWISE,
@@ -40,6 +40,7 @@ from pipeline.engines.parallel.tensor_plan import (
 )
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.hf_config import config_from, config_key
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import shrink
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import ConfigError
-from pipeline.engines.parallel.stage_plan import config_from, config_key, largest_list
+from pipeline.engines.parallel.stage_plan import largest_list
 from pipeline.models.attention import ATTENTION_NAME, attention_windows, make_context
-from pipeline.models.hf_config import one_line
+from pipeline.models.hf_config import config_from, config_key, one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import shrink
 
