@@ -66,11 +66,12 @@ def _runs(key: str) -> dict[tuple[str, str], tuple[int, int]]:
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for module in tiny.eval().modules():
             for name, each in list(module.named_children()):
-                second = _following(module, name) if isinstance(each, nn.Linear) else None
-                if second is not None and (type(module).__name__, name) not in found:
-                    groups = _groups(*_changed(tiny, each, getattr(module, second)))
-                    if groups is not None:
-                        found[type(module).__name__, name] = (groups, heads)
+                kind = type(module).__name__, name
+                if not isinstance(each, nn.Linear) or kind in found or (second := _following(module, name)) is None:
+                    continue
+                groups = _groups(*_changed(tiny, each, getattr(module, second)))
+                if groups is not None:
+                    found[kind] = groups, heads
     except Exception:  # each architecture fails in its own way; its layers then count as whole
         return {}
     return found

@@ -17,6 +17,8 @@ from pipeline.config.rules.experts import experts_of
 
 BIAS = "e_score_correction_bias"
 """Buffer added to the scores only to choose experts. Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
+_BIASES = (BIAS, "expert_bias")
+"""Its names in transformers 5.23: the second in AFMoE and LFM2."""
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -33,14 +35,18 @@ class Router:
         module: the router.
         logits: index of the logits in the router's output.
         experts: number of experts, E.
-        bias_owner: module with the correction bias (router or its block), and the module's name; None without one.
+        bias_owner: name of the correction bias in the model, the module with it (the router, a module within it, or its
+            block), and its name there; None without one.
+        scores: linear layer within the router whose output is the logits, which the router may only return as
+            probabilities (Gemma 4); None if the router has the weight itself.
     """
 
     name: str
     module: nn.Module
     logits: int
     experts: int
-    bias_owner: tuple[str, nn.Module] | None
+    bias_owner: tuple[str, nn.Module, str] | None
+    scores: nn.Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     recorded = list(_recorders(model))
     modules = dict(model.named_modules())
     return [
-        Router(name, module, recorder.index, experts, _bias_owner(name, modules))
+        Router(name, module, recorder.index, experts, _bias_owner(name, modules), _scores(module))
         for name, module in modules.items()
         for recorder in recorded
         if _is_recorded(name, module, recorder) and (experts := _experts(module))
@@ -82,7 +88,8 @@ def routed(output: Any, logits_at: int) -> Routed | None:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(chosen) != 1 or len(logits) != len(chosen[0]):
         return None
     weights = [(at, each) for at, each in others if each.is_floating_point() and each.shape == chosen[0].shape]
-    return Routed(logits, weights[0][1], chosen[0], weights[0][0]) if len(weights) == 1 else None
+    # the first: Inkling also returns factors of shared experts
+    return Routed(logits, weights[0][1], chosen[0], weights[0][0]) if weights else None
 
 
 def _recorders(model: Any) -> Iterator[Any]:
@@ -101,12 +108,31 @@ def _is_recorded(name: str, module: nn.Module, recorder: Any) -> bool:
 
 
 def _experts(module: nn.Module) -> int:
+    """Returns the number of experts that a router chooses from; 0 if its modules do not show it.
+
+    These are the elements of its correction bias (Inkling's router has rows for shared experts, too), the rows of its
+    weight, or the outputs of its last linear layer, unless that scores something else, too (Zaya: skipping all).
+    """
+    bias = module._buffers.get(BIAS)
+    if bias is not None:
+        return bias.numel()
     weight = module._parameters.get("weight")
-    return int(weight.shape[0]) if weight is not None and weight.ndim == 2 else 0
+    if weight is not None and weight.ndim == 2:
+        return int(weight.shape[0])
+    scores = _scores(module)
+    outputs = 0 if scores is None else scores.out_features
+    return outputs if getattr(module, "num_experts", outputs) == outputs else 0
 
 
-def _bias_owner(name: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module] | None:
-    for each in (name, name.rpartition(".")[0]):
-        if modules[each]._buffers.get(BIAS) is not None:
-            return each, modules[each]
+def _scores(module: nn.Module) -> nn.Linear | None:
+    linear = [each for each in module.modules() if isinstance(each, nn.Linear) and each is not module]
+    return linear[-1] if linear and "weight" not in module._parameters else None
+
+
+def _bias_owner(name: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module, str] | None:
+    inside = [f"{name}.{child}" for child, _ in modules[name].named_children()]  # ERNIE's statistics
+    for each in (name, name.rpartition(".")[0], *inside):
+        for key in _BIASES:
+            if modules[each]._buffers.get(key) is not None:
+                return f"{each}.{key}", modules[each], key
     return None

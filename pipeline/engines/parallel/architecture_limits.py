@@ -227,13 +227,13 @@ def check_experts(section: MoeSection, model: nn.Module) -> None:
     routers, kind = find_routers(model), config.model_type
     if not routers:
         why = (
-            f"{kind} has no router of experts that transformers names"
+            f"{kind} has no router of experts that transformers names, with one output for each expert"
             if has_experts(config.to_dict())
             else "it has no experts"
         )
         raise ConfigError("moe.balance", balance, why=why, remedy="remove it, or use another architecture")
     if balance == "bias" and any(router.bias_owner is None for router in routers):
-        why = f"the routers of {kind} have no correction bias (a buffer e_score_correction_bias)"
+        why = f"the routers of {kind} have no correction bias (a buffer e_score_correction_bias or expert_bias)"
         raise ConfigError("moe.balance", balance, why=why, remedy="use aux_loss")
     if len({router.experts for router in routers}) > 1:
         why = f"layers of {kind} have different numbers of experts"

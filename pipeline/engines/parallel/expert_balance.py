@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.sections.run import MoeSection
 from pipeline.engines.parallel.experts import ExpertExchange, exchanges
-from pipeline.models.routers import BIAS, Router, find_routers, routed
+from pipeline.models.routers import Router, find_routers, routed
 from pipeline.runtime.launch.host_copy import to_device
 
 _METRICS = (
@@ -64,8 +65,9 @@ class ExpertBalancer:
         """Load f of the last applied step, fp32 [L, E]; uniform before the first."""
         self._sums = torch.zeros((2, *shape), dtype=torch.float64, device=device)
         """Routed tokens and sums of probabilities of the current step, fp64 [2, L, E]."""
-        self._biases: dict[str, tuple[int, nn.Module, Tensor]] = {}
+        self._biases: dict[str, tuple[int, nn.Module, str, Tensor]] = {}
         self._tokens: Tensor | None = None
+        self._scores: dict[int, Tensor] = {}
         self._scale = 0.0
         self._exchanges: list[ExpertExchange] | None = [] if exchanged else None
 
@@ -74,9 +76,11 @@ class ExpertBalancer:
         for router in find_routers(causal):
             index = self._layers[router.name]
             router.module.register_forward_hook(partial(self._observe, index, router.logits))
+            if router.scores is not None:
+                router.scores.register_forward_hook(partial(self._score, index))
             if self._rate and router.bias_owner is not None:
-                name, owner = router.bias_owner
-                self._biases[f"{name}.{BIAS}"] = (index, owner, torch.empty(0))
+                name, owner, key = router.bias_owner
+                self._biases[name] = (index, owner, key, torch.empty(0))
         if self._exchanges is not None:
             self._exchanges += exchanges(causal)
 
@@ -159,23 +163,30 @@ class ExpertBalancer:
 
     def _hold_biases(self) -> None:
         """Converts the biases to fp32: an engine may have converted them to bf16, which would round updates away."""
-        for name, (index, owner, held) in self._biases.items():
-            current = owner._buffers[BIAS]
+        for name, (index, owner, key, held) in self._biases.items():
+            current = owner._buffers[key]
             assert current is not None
             if current is not held:
                 bias = held if held.numel() else current.detach().to(self._device, torch.float32).clone()
-                owner._buffers[BIAS] = bias
-                self._biases[name] = (index, owner, bias)
+                owner._buffers[key] = bias
+                self._biases[name] = (index, owner, key, bias)
 
     def _update_biases(self, load: Tensor, kept: Tensor) -> None:
-        for index, _, bias in self._biases.values():
+        for index, _, _, bias in self._biases.values():
             change = torch.sign(1.0 / self._experts - load[index]).float()
             bias.add_(torch.where(kept[index], 0.0, change), alpha=self._rate)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the state of the balancer
+    def _score(self, index: int, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        """Forward hook of the linear layer of a router's logits."""
+        self._scores[index] = output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it changes the state of the balancer
     def _observe(self, index: int, logits_at: int, module: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook of a router: counts its tokens, and adds the gradient of the auxiliary loss."""
-        found = routed(output, logits_at)
+        found, scores = routed(output, logits_at), self._scores.pop(index, None)
+        if found is not None and scores is not None and scores.numel() == found.logits.numel():
+            found = replace(found, logits=scores.view_as(found.logits))
         if found is None or self._tokens is None or not (module.training and torch.is_grad_enabled()):
             return None
         # the tokens of a recomputation (activation checkpointing) have been counted already

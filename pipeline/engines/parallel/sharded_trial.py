@@ -93,7 +93,7 @@ def stage_gradients(
         layout: layout of the whole model.
         ids: int64 [B, T].
     """
-    batch, passed, decoders = MicroBatch(ids, ids), (ids,), []
+    batch, passed, decoders = MicroBatch(ids, ids), (ids,), list[Decoder]()
     for model, stage in zip(models, stages, strict=True):
         owners = parameter_owners(model)
         keep_stage(model, stage)

@@ -11,17 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from foundation.errors import ConfigError
 from pipeline.checkpoint.named_state import buffer_state
 from pipeline.config.sections.run import MoeSection
 from pipeline.data.micro_batch import IGNORE
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.architecture_limits import check_layout
+from pipeline.engines.parallel.architecture_limits import check_experts, check_layout
+from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import ExpertBalancer, make_balancer
 from pipeline.models.routers import BIAS as BUFFER
-from pipeline.models.routers import find_routers
+from pipeline.models.routers import find_routers, routed
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
 from tests.conftest import launch, tiny_config, write_config
@@ -29,6 +31,7 @@ from tests.engines.comparison import FP32
 from tests.engines.layout_cells import BIAS, SHARED_EXPERT
 from tests.engines.parallel.layouts import resolved
 from tests.models.architectures import assert_same, batch_of, gradients, meta_of, plain_decoder
+from tests.sweeps.families import tiny_fields
 
 COEFFICIENT = 0.3
 CPU = torch.device("cpu")
@@ -84,6 +87,65 @@ def switch_loss(logits: Tensor, router: nn.Module) -> Tensor:
     chosen = logits.topk(router.top_k).indices
     load = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
     return experts * (load * logits.softmax(-1).mean(0)).sum()
+
+
+GEMMA4 = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+SCORED: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "gemma4_text": GEMMA4,  # its router returns probabilities
+    "hunyuan_v1_moe": {},
+    "inkling_text": {},  # a router's weight has rows for shared experts
+    "longcat_flash": {},  # the router multiplies with the weight of a layer that it does not call
+}
+
+
+def family(kind: str, **fields: Any) -> nn.Module:
+    return random_model(AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, **fields})).train()
+
+
+@pytest.mark.parametrize("kind", SCORED)
+def test_routers_with_their_weight_in_a_layer_get_the_gradient_of_their_probabilities(kind: str) -> None:
+    model, inputs = family(kind, **SCORED[kind]), list[Tensor]()
+    section = MoeSection(balance="aux_loss", aux_loss_coef=COEFFICIENT)
+    check_experts(section, model)
+    balancer = make_balancer(section, model, device=CPU)
+    assert balancer is not None
+    balancer.attach(model)
+    router = find_routers(model)[-1]  # no other router's loss depends on it
+    for module in (router.module, router.scores):
+        if module is not None:
+            module.register_forward_pre_hook(lambda _module, args: inputs.append(args[0].detach()))
+    load = torch.linspace(0.5, 1.5, router.experts) / router.experts
+    balancer._load.copy_(load)
+    balancer.begin_step(1.0)
+    balancer.begin_micro_batch(torch.ones(1, 16, dtype=torch.bool))
+    (0 * model(input_ids=torch.arange(16)[None] + 2, use_cache=False).logits.sum()).backward()
+    found = (router.scores or router.module).weight
+    weight = found.detach().clone().requires_grad_()
+    scores = nn.functional.linear(inputs[-1].flatten(0, -2).float(), weight)[:, : router.experts]
+    (COEFFICIENT * router.experts * scores.softmax(-1) * load).sum().backward()
+    assert_same({"weight": found.grad}, {"weight": weight.grad})
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "ernie4_5_moe", "lfm2_moe", "longcat_flash"])
+def test_the_correction_bias_that_is_found_chooses_the_experts(kind: str) -> None:
+    model, chosen = family(kind), list[Tensor]()
+    check_experts(MoeSection(balance="bias"), model)
+    for router in find_routers(model):
+        assert router.bias_owner is not None
+        _, owner, key = router.bias_owner
+        owner.get_buffer(key).view(-1)[1] = 100.0
+        router.module.register_forward_hook(
+            lambda _m, _a, out, at=router.logits: chosen.append(routed(out, at).indices)
+        )
+    model(input_ids=torch.arange(16)[None] + 2, use_cache=False)
+    assert chosen
+    assert all(bool((each == 1).any(1).all()) for each in chosen)
+
+
+def test_a_router_that_also_scores_skipping_all_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no router of experts that transformers names, with one output for each"):
+        check_experts(MoeSection(balance="aux_loss"), family("zaya"))
 
 
 def test_the_first_step_has_no_gradient_of_balance_and_logs_the_load() -> None:
