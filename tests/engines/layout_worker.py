@@ -307,13 +307,16 @@ def weight_share(engine: Any, expected: Curve) -> float:
     return float(sum(s.master.numel() for s in engine._shards) / sum(g.numel() for g in expected.gradients.values()))
 
 
-def gradient_difference(parts: Tensor | None, full: Tensor) -> float:
-    """Combines a tensor's shards over the ranks; returns its difference from the full one, relative to the norm."""
+def gradient_difference(parts: Tensor | None, full: Tensor, *, least: float = 1e-30) -> float:
+    """Combines a tensor's shards over the ranks; returns its difference from the full one, relative to the norm.
+
+    A norm below `least` counts as that.
+    """
     parts = torch.zeros_like(full) if parts is None else parts
     copies = (parts != 0).float()
     for tensor in (parts, copies):
         dist.all_reduce(tensor)
-    return float((parts / copies.clamp(min=1) - full).norm() / full.norm().clamp(min=1e-30))
+    return float((parts / copies.clamp(min=1) - full).norm() / full.norm().clamp(min=least))
 
 
 def requests_difference(found: tuple[float, ...], expected: tuple[float, ...]) -> float:

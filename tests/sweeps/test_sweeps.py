@@ -12,13 +12,17 @@ import pytest
 from tests.sweeps import sweep as sweeps
 from tests.sweeps.__main__ import run_cells
 from tests.sweeps.all_sweeps import SWEEPS
-from tests.sweeps.families import LEAST_TRAINED, tiny_fields
+from tests.sweeps.families import LEAST_EQUAL, LEAST_TRAINED, tiny_fields
+from tests.sweeps.layout_table import SUFFIX, note_of, summary
 from tests.sweeps.mutants import EQUIVALENT, SUBJECTS, all_mutants, drawn, mutants_of
 from tests.sweeps.mutations import folder_of
 from tests.sweeps.run_families import FURTHER, LAYOUTS, failure, run_family
-from tests.sweeps.sweep import ROOT, Sweep, digest_of
+from tests.sweeps.run_layouts import COLUMNS, NAMED, run_layouts
+from tests.sweeps.sweep import ROOT, CellResult, Sweep, digest_of
 
-ROW = re.compile(r"^\| (?P<group>.+?) \| (?P<cells>\d+) \| \d+ \| \d+ \| \d+ \| `(?P<digest>\w+)` \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (?P<group>.+?) \| (?P<cells>\d+) \| \d+ \| (?P<passed>\d+) \| \d+ \| `(?P<digest>\w+)` \|$", re.MULTILINE
+)
 
 
 # mutants are drawn from the code, and change with it
@@ -75,12 +79,59 @@ KINDS = {
 IN_CI = {"gpt_oss", "deepseek_v3", "mamba2"}
 """The others run with `make sweep-tests`, and all families with `make sweep-families`."""
 
+NAMED_FAMILIES = [
+    *("gpt2", "gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "deepseek_v3", "deepseek_v32", "glm4_moe", "olmoe"),
+    *("qwen3_next", "nemotron_h", "bamba", "falcon_h1", "lfm2", "kimi_linear", "bloom", "cohere"),
+]
+
 
 def test_the_number_of_families_that_train_never_falls() -> None:
     text = SWEEPS["families"]().table_file.read_text()
-    found = re.search(r"of which (?P<run>\d+) were run and (?P<passed>\d+) passed", text)
-    assert found is not None
-    assert int(found["passed"]) >= LEAST_TRAINED
+    assert sum(int(row["passed"]) for row in ROW.finditer(text) if SUFFIX not in row["group"]) >= LEAST_TRAINED
+
+
+def test_the_number_of_decoders_that_are_equal_in_a_layout_never_falls() -> None:
+    text = SWEEPS["families"]().table_file.read_text()
+    rows = re.findall(r"^\| ([\w ]+) \| \d+ \| (\d+) \|", text.partition("## Layouts")[2], re.MULTILINE)
+    equal = {column: int(count) for column, count in rows}
+    assert {column: equal[column] for column, least in LEAST_EQUAL.items() if equal[column] < least} == {}
+
+
+def test_layouts_are_counted_over_decoders_that_train_and_refusals_by_reason() -> None:
+    dense = {"dp": "equal, sdpa", "cp ring": "refused: cp 2: gpt2 is odd (try: 1)", "Ulysses": "equal, sdpa"}
+    outcomes = {
+        "gpt2": dense,
+        "bloom": {**dense, "cp ring": "refused: cp 4: bloom is odd (try: 1)"},
+        "olmoe": {**dense, "cp ring": "equal, sdpa", "ep": "differs: loss by 1.0e-03"},
+        "bert": {**dense, "cp ring": "failed: | broken"},
+        "fuyu": {"dp": "refused: it has parts"},
+    }
+    results = {
+        kind + SUFFIX: CellResult(kind + SUFFIX, True, note_of(found), 0.0, "-", "-")
+        for kind, found in outcomes.items()
+    }
+    text = "\n".join(summary(results))
+    assert "| cp ring | 3 | 1 | 33.3 |  | 1 | 1 | 100.0 |  | 1 | 0 | 0.0 |" in text
+    assert "| cp | 3 | 3 | 100.0 | 85 | 1 | 1 | 100.0 |  | 1 | 1 | 100.0 |" in text
+    assert "- 2: refused: cp N: FAMILY is odd: gpt2, bloom\n- 1: failed: / broken: bert" in text
+    assert "### Not equal: ep\n\n- 1: differs: loss by N: olmoe" in text
+
+
+@pytest.mark.integration
+def test_a_layout_is_equal_refused_different_or_failed() -> None:
+    fewer, more = {"train_batch_size": 2}, {"train_batch_size": 8}  # there are 4 samples
+    dp = COLUMNS["dp"]
+    layouts = {"failed": dp | more, "refused": COLUMNS["ep"], "differs": dp | fewer, "equal": COLUMNS["packing"]}
+    outcomes = run_layouts("llama", layouts)
+    assert all(outcome.startswith(column) for column, outcome in outcomes.items()), outcomes
+    assert "IndexError" in outcomes["failed"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", NAMED_FAMILIES)
+def test_a_family_is_equal_to_one_process_in_layouts_of_both_engines(kind: str) -> None:
+    outcomes = run_layouts(kind, NAMED)
+    assert {name: outcome for name, outcome in outcomes.items() if not outcome.startswith("equal")} == {}
 
 
 def test_a_tiny_model_keeps_what_selects_code_paths_and_has_no_dropout() -> None:
