@@ -44,7 +44,7 @@ test-integration: $(READY)  ## the long tests: Slurm, Ray, Spark, S3, GCS, launc
 sweep-parity: $(READY)  ## every legal layout against the reference: thousands of runs, hours; resumable (docs/sweeps/)
 	python -m tests.sweeps parity
 
-sweep-families: $(READY)  ## every causal language model of transformers, trained, exported and loaded again: half an hour; resumable
+sweep-families: $(READY)  ## every causal language model of transformers, trained, exported, loaded again, and in every layout: an hour; resumable
 	python -m tests.sweeps families
 
 sweep-tests: $(READY)  ## the tests of further layouts that neither tier has time for

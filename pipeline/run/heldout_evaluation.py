@@ -25,7 +25,6 @@ from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity, show_
 from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
 
 if TYPE_CHECKING:
-    from pipeline.engines.parallel.acceptance import Acceptance
     from pipeline.evaluation.tasks.encode import EncodedTask
     from pipeline.run.task_evaluation import TaskEvaluation
 
@@ -96,7 +95,7 @@ class HeldOutEvaluation:
         A source is left out if a loss mask leaves no target in its evaluated windows; without any source there is no
         result.
         """
-        started, acceptance = time.perf_counter(), self._acceptance()
+        started = time.perf_counter()
         scored: list[tuple[TokenDataset, EvaluationSums]] = []
         interruptible = _Interruptible(self)
         for dataset in self.batches.heldout:
@@ -104,13 +103,11 @@ class HeldOutEvaluation:
             if interruptible.cut_short:
                 return interruptible.stop
             scored.append((dataset, sums))
-            if acceptance is not None:
-                self.here.engine.forward_passes(interruptible.batches(self.batches.evaluation(dataset)), acceptance)
-                if interruptible.cut_short:
-                    return interruptible.stop
+        rate = self._acceptance(interruptible)
+        if interruptible.cut_short:
+            return interruptible.stop
         self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
         if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
-            rate = None if acceptance is None else acceptance.rate(self.here.agreement.device)
             self._report(step, scored, seconds=time.perf_counter() - started, rate=rate)
         return interruptible.stop
 
@@ -126,13 +123,18 @@ class HeldOutEvaluation:
             why = f"the loss mask leaves no target in the held-out windows of {', '.join(names)}"
             self.here.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
 
-    def _acceptance(self) -> Acceptance | None:
-        """Returns the objective that counts accepted drafts; None without multi-token prediction."""
+    def _acceptance(self, interruptible: _Interruptible) -> float | None:
+        """Computes the acceptance rate over all sources; None without multi-token prediction, or after a stop."""
         if self.here.run.config.loss.mtp is None:
             return None
         from pipeline.engines.parallel.acceptance import Acceptance  # noqa: PLC0415
 
-        return Acceptance()
+        acceptance = Acceptance()
+        for dataset in self.batches.heldout:
+            self.here.engine.forward_passes(interruptible.batches(self.batches.evaluation(dataset)), acceptance)
+            if interruptible.cut_short:
+                return None
+        return acceptance.rate(self.here.agreement.device)
 
     def _report(
         self,

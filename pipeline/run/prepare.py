@@ -145,7 +145,7 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         from pipeline.run.distillation.find_teacher import check_student, find_teacher  # noqa: PLC0415
 
         teacher, logits = find_teacher(run, mixture, vocab_size=hf_config.vocab_size)
-    how = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
+    how: dict[str, Any] = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
     model = build_meta(hf_config, dtype=model_dtype(config), **how)
     check_layout(run, model)
     check_fallbacks(run, model)

@@ -423,9 +423,9 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
     },
     "multi-token prediction": {
         ("torch", 2): {
-            "DeepSeek-V3, pp 2, full, compiled": at(2, DEEPSEEK, MTP_2, FULL, AOT, tier=CI, pp=2),
-            "tied, pp 2, chunked loss": at(3, MTP, CHUNKED, pp=2),
-            "fsdp2, experts, chunked loss, selective": at(3, DEEPSEEK, MTP_2, CHUNKED, SELECTIVE),
+            "DeepSeek-V3, pp 2, full, compiled": at(2, DEEPSEEK, MTP_2, FULL, AOT, pp=2),
+            "tied, pp 2, chunked loss": at(3, MTP, CHUNKED, tier=CI, pp=2),
+            "fsdp2, experts, chunked loss, selective": at(3, DEEPSEEK, MTP_2, CHUNKED, SELECTIVE, tier=CI),
             "ep 2": at(3, DEEPSEEK, MTP, ep=2),
             "tp 2": at(3, MTP_2, UNTIED, tp=2),
             "DeepSeek-V3, tp 2": at(2, DEEPSEEK, MTP, tp=2),
@@ -438,7 +438,7 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "Muon, pp 2, interleaved": at(2, MTP, MUON, INTERLEAVED, LAYERS_8, pp=2),
         },
         ("deepspeed", 2): {
-            "stage 3, experts": at(3, DEEPSEEK, SMALL, MTP_2, tier=CI),
+            "stage 3, experts": at(3, DEEPSEEK, SMALL, MTP_2),
             "stage 1, tp 2": at(1, MTP, tp=2),
             "stage 1, pp 2, untied": at(1, UNTIED, MTP_2, CLIPPED, pp=2),
             "stage 0, ep 2": at(0, DEEPSEEK, MTP, ep=2),

@@ -133,7 +133,7 @@ def resolved(case: dict[str, Any], *, processes: int) -> ResolvedRun:
 def make_engine(run: ResolvedRun, objective: Objective | None = None, *, device: torch.device = CPU) -> Any:
     """The engine of a run, with the run's own objective unless another is given."""
     hf = resolve_hf_config(run.config.model, tokenizer={"vocab_size": VOCABULARY}, sequence_length=LENGTH)
-    how = {"attn_implementation": attention_of(run), "ahead": run.config.loss.ahead}
+    how: dict[str, Any] = {"attn_implementation": attention_of(run), "ahead": run.config.loss.ahead}
     model = build_meta(hf, dtype=model_dtype(run.config), **how)
     objective = objective or training_loss(run.config.loss)
     values = RecordedValues(InitByName(model, seed=3))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from foundation.errors import ConfigError
 from pipeline.config.sections.run import ModelSection
@@ -17,8 +18,12 @@ from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.construction.stored_names import groups_of_model
 from pipeline.models.construction.stored_values import FromSafetensors
+from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.multi_token_names import module_names
 from pipeline.run.prepare import first_values
+from tests import warm
+from tests.conftest import launch, tiny_config, write_config
+from tests.support import output_of
 from tests.sweeps.families import tiny_fields
 
 NAMES = {
@@ -83,3 +88,26 @@ def test_modules_that_a_folder_lacks_are_initialized_and_others_of_unknown_form_
     section = ModelSection(path=str(folder_of("deepseek_v3", strange, tmp_path / "strange")))
     with pytest.raises(ConfigError, match=r"(?s)loss\.mtp.*form that is not known: mtp\.block.*extra_weights drop"):
         first_values(section, model, seed=7)
+
+
+def test_trained_modules_are_exported_under_the_names_that_they_were_read_from(tokens: Path, tmp_path: Path) -> None:
+    made, start = stored("deepseek_v3", meta_of("deepseek_v3")), tmp_path / "model"
+    folder_of("deepseek_v3", made, start)
+    PreTrainedTokenizerFast.from_pretrained(tokens / "tokenizer").save_pretrained(start)
+    config = tiny_config(tokens, tmp_path / "run", model={"path": str(start)}, engine="torch")
+    config["run"] |= {"steps": 1, "checkpoint_every": 1}
+    config["loss"] = {"mtp": {}}
+    config.pop("scheduler")
+    said = launch("train.py", write_config(tmp_path / "c.json", config))
+    assert "% of the drafts of mtp accepted" in said
+    row = next(row for row in map(json.loads, (tmp_path / "run/metrics.jsonl").open()) if "mtp_loss" in row)
+    assert row["loss"] == pytest.approx(row["cross_entropy"] + 0.3 * row["mtp_loss"], rel=1e-5)
+    out = tmp_path / "out"
+    output_of(warm.run("-m", "pipeline", "export", tmp_path / "run", out))
+    tensors = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+    copies = {f"model.layers.4.{name}" for name in ("embed_tokens.weight", "shared_head.head.weight")}
+    assert tensors.keys() == made.keys() | copies
+    assert not torch.equal(tensors["model.layers.4.eh_proj.weight"], made["model.layers.4.eh_proj.weight"])
+    assert torch.equal(tensors["model.layers.4.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    load_model(out)  # strictly

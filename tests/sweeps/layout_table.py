@@ -73,6 +73,8 @@ def _counts(families: Mapping[str, Mapping[str, str]], column: str) -> list[str]
 
 
 def _reason(kind: str, outcome: str) -> str:
-    """An outcome without the remedy, the family's name and numbers, which differ between families."""
+    """An outcome; a refusal without the remedy, the family's name and numbers, which differ between families."""
+    if not outcome.startswith("refused"):
+        return outcome
     text = outcome.partition(" (try: ")[0].replace(kind, "FAMILY")
     return re.sub(r"(?<!\w)\d[\d.e-]*(?!\w)", "N", text)

@@ -114,7 +114,7 @@ def test_layouts_are_counted_over_decoders_that_train_and_refusals_by_reason() -
     assert "| cp ring | 3 | 1 | 33.3 |  | 1 | 1 | 100.0 |  | 1 | 0 | 0.0 |" in text
     assert "| cp | 3 | 3 | 100.0 | 85 | 1 | 1 | 100.0 |  | 1 | 1 | 100.0 |" in text
     assert "- 2: refused: cp N: FAMILY is odd: gpt2, bloom\n- 1: failed: / broken: bert" in text
-    assert "### Not equal: ep\n\n- 1: differs: loss by N: olmoe" in text
+    assert "### Not equal: ep\n\n- 1: differs: loss by 1.0e-03: olmoe" in text
 
 
 @pytest.mark.integration

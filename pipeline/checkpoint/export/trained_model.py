@@ -50,7 +50,7 @@ def trained_model(manifest: Manifest, *, dtype: torch.dtype) -> nn.Module:
     Raises:
         ConfigError: this version of transformers cannot build the model.
     """
-    how = {"attn_implementation": attention_implementation(manifest), "ahead": trained_ahead(manifest)}
+    how: dict[str, Any] = {"attn_implementation": attention_implementation(manifest), "ahead": trained_ahead(manifest)}
     return build_meta(trained_config(manifest), dtype=dtype, **how)
 
 

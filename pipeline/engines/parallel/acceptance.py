@@ -63,6 +63,8 @@ class GreedyTokens:
 class Acceptance(GreedyTokens, MultiTokenObjective):
     """An objective for forward passes that counts the drafts of the first module that the model accepts."""
 
+    further: GreedyTokens
+
     def __init__(self) -> None:
         super().__init__()
         self.further = GreedyTokens()

@@ -179,8 +179,9 @@ class TokensAhead:
         """Shifts ids and the labels of a micro-batch, each int64 [B, T]; see `tokens_ahead`."""
         if self._sequence is None:
             return tokens_ahead(ids, batch.labels, batch.documents, by=by)
-        whole = self._sequence.whole(torch.stack((ids, batch.labels)))
-        found = self._sequence.own(torch.stack(tokens_ahead(*whole, batch.documents, by=by)))
+        whole_ids, whole_labels = self._sequence.whole(torch.stack((ids, batch.labels)))
+        shifted = tokens_ahead(whole_ids, whole_labels, batch.documents, by=by)
+        found = self._sequence.own(torch.stack(shifted))
         return found[0], found[1]
 
 

@@ -142,7 +142,7 @@ def _run_and_model(case: StepCase) -> tuple[ResolvedRun, nn.Module]:
     tokenizer = {"vocab_size": case.vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
     length = run.config.data.sequence_length
     hf_config = resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length)
-    how = {"attn_implementation": attention_of(run), "ahead": run.config.loss.ahead}
+    how: dict[str, Any] = {"attn_implementation": attention_of(run), "ahead": run.config.loss.ahead}
     model = build_meta(hf_config, dtype=model_dtype(run.config), **how)
     check_layout(run, model)
     return run, model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def check_run(run: ResolvedRun) -> None:
     if config.compile.backend == "inductor":  # a proof does without inductor's compilers
         here["compile.backend"] = TRACED
     run = replace(run, config=changed(config, here))
-    how = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
+    how: dict[str, Any] = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
     model = build_meta(real_model(run), dtype=model_dtype(config), **how)
     check_layout(run, model, packages=False)
     check_fallbacks(run, model, packages=False)
