@@ -132,7 +132,7 @@ def _derived_kinds(key: str, table: Mapping[str, str]) -> dict[BlockKind, BlockP
     config = shrink(config_from(key), divide=_RANKS, layers=2, vocab_size=_V)
     found: dict[BlockKind, BlockPlan] = {}
     try:
-        calls, seen = _recorded(random_model(config, attention=ATTENTION_NAME).eval()), set[BlockKind]()
+        calls, seen = recorded_calls(random_model(config, attention=ATTENTION_NAME).eval()), set[BlockKind]()
         for name, call in calls.items():
             kind = BlockKind.of(name, call.block)
             if kind not in seen and not any(name.startswith(f"{block}.") for block in calls):
@@ -185,8 +185,13 @@ class BlockCall(NamedTuple):
 
 
 @torch.no_grad()
-def _recorded(model: Any) -> dict[str, BlockCall]:
-    """Records the call of every block of a tiny model, in a forward pass with headrace's own attention."""
+def recorded_calls(model: Any, *, documents: Tensor | None = None) -> dict[str, BlockCall]:
+    """Records the call of every block of a tiny model, in a forward pass with headrace's own attention.
+
+    Args:
+        model: the tiny model.
+        documents: int32 [1, T], the document mask; None for one document.
+    """
     calls: dict[str, BlockCall] = {}
 
     def record(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -205,7 +210,7 @@ def _recorded(model: Any) -> dict[str, BlockCall]:
         if any(True for _ in block.children()) and any(True for _ in block.parameters())
     ]
     windows = attention_windows(model.config)
-    context = make_context(windows, length=_T, dtype=torch.float32, device=torch.device("cpu"), documents=None)
+    context = make_context(windows, length=_T, dtype=torch.float32, device=torch.device("cpu"), documents=documents)
     ids, positions = torch.arange(_T)[None] % _V, torch.arange(_T)[None]
     model(input_ids=ids, position_ids=positions, context=context, use_cache=False)
     for hook in hooks:
@@ -277,7 +282,7 @@ def _mixes(call: BlockCall) -> bool:
     other = call.states.clone()
     other.view(_T, -1)[0] = other.view(_T, -1)[0].roll(1)  # a constant would vanish in a LayerNorm (DBRX)
     one, two = (call.run(call.block, each).view(_T, -1)[1:] for each in (call.states, other))
-    return not _close(two, one)
+    return not close(two, one)
 
 
 def _ways(call: BlockCall, heads: tuple[int, int]) -> Iterator[BlockPlan]:
@@ -343,7 +348,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_plain(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> bool:
     """Whether a layer computes what `nn.Linear` does, perhaps in its own code (Falcon)."""
     own = type(linear).forward is not nn.Linear.forward
-    return not own or _close(nn.functional.linear(args[0], linear.weight, linear.bias), output)
+    return not own or close(nn.functional.linear(args[0], linear.weight, linear.bias), output)
 
 
 def _styles(linears: Mapping[str, nn.Module], inside: int, heads: int) -> Iterator[dict[str, str]]:
@@ -406,7 +411,7 @@ def sums_to_output(call: BlockCall, plan: BlockPlan, norms: _Norms) -> bool:
             total += call.run(local, call.states, residual=rank == 0 or not plan.own_residual)
     except Exception:  # shapes do not fit
         return False
-    return _close(total, call.output)
+    return close(total, call.output)
 
 
 def _shard_copy(block: nn.Module, plan: BlockPlan, norms: _Norms, rank: int) -> None:
@@ -437,5 +442,5 @@ def _recorded_part(part: Tensor, _features: Tensor) -> Tensor:
     return part
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())
