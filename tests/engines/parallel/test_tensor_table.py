@@ -17,7 +17,7 @@ from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.optim.qk_clip import QkClip
 from pipeline.engines.parallel import architecture_trial, tensor_plan, trial_cache
 from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.engines.parallel.architecture_trial import RandomValues, random_model
+from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.fp8 import fp8_layers
 from pipeline.engines.parallel.simulated_ranks import run_ranks
@@ -107,52 +107,38 @@ def test_ranks_that_write_at_once_and_broken_files_do_no_harm(tmp_path: Path, mo
     assert trial_cache.remembered("test", ["key"], lambda: 4) == 4
 
 
+MUON = {"type": "Muon", "params": {"lr": 0.02, "qk_clip": 100.0}}
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3"])
 def test_ranks_of_a_derived_plan_measure_the_logits_of_their_own_heads(kind: str) -> None:
-    check(kind, optimizer={"type": "Muon", "params": {"lr": 0.02, "qk_clip": 100.0}})
-    whole, batch = random_model(config(kind), attention=ATTENTION_NAME), batch_of(length=16)
-    meta = on_meta(kind)
+    check(kind, optimizer=MUON)
+    batch, meta = batch_of(length=16), on_meta(kind)
     values = RandomValues(meta)
 
-    def largest(model: Any, layout: DecoderLayout, tp: tuple[int, int]) -> list[torch.Tensor]:
-        clip = QkClip(meta, 1.0, device=CPU, tp=tp)
+    def largest(group: Any = None) -> list[torch.Tensor]:
+        model = on_meta(kind)
+        owners, names = parameter_owners(model), {id(p): name for name, p in model.named_parameters()}
+        tensor = None if group is None else apply_tensor_parallel(model, group, names=names)
+        decoder = Decoder(model, DecoderLayout(tensor=tensor), owners)
+        fill_buffers(model, CPU)
+        for name in owners:
+            box = None if tensor is None else tensor.boxes.get(name)
+            decoder.set_parameter(name, torch.nn.Parameter(values.value(name, box=box)))
+        clip = QkClip(meta, 1.0, device=CPU, tp=(1, 0) if group is None else (2, group.rank()))
         clip.attach(model)
         clip.begin_step()
-        Decoder(model, layout, parameter_owners(model))(batch.input_ids, batch, CrossEntropy())
+        decoder(batch.input_ids, batch, CrossEntropy())
         return [each for _, each in clip._own]
 
-    def rank(group: Any) -> list[torch.Tensor]:
-        model = on_meta(kind)
-        owners = parameter_owners(model)
-        tensor = apply_tensor_parallel(model, group, names={id(p): name for name, p in model.named_parameters()})
-        fill_buffers(model, CPU)
-        for name, pairs in owners.items():
-            for module, key in pairs:
-                module._parameters[key] = torch.nn.Parameter(values.value(name, box=tensor.boxes.get(name)))
-        return largest(model, DecoderLayout(tensor=tensor), (2, group.rank()))
-
-    expected = largest(whole, DecoderLayout(), (1, 0))
-    ranks = run_ranks(2, rank)
-    for all_heads, *parts in zip(expected, *ranks, strict=True):
+    for all_heads, *parts in zip(largest(), *run_ranks(2, largest), strict=True):
         assert torch.allclose(torch.cat(parts), all_heads, rtol=1e-4)
 
 
 def test_features_that_need_a_ranks_own_heads_are_refused_with_the_module() -> None:
-    optimizer = {"type": "Muon", "params": {"lr": 0.02, "qk_clip": 100.0}}
-    with pytest.raises(
-        ConfigError, match=r"(?s)qk_clip.*transformer\.h\.0\.attn has one key/value head.*parallel\.tp 1"
-    ):
-        check("gpt_bigcode", optimizer=optimizer)
-    table = {"h.*.attn": "whole"}
-    with pytest.raises(ConfigError, match=r"(?s)qk_clip.*transformer\.h\.0\.attn runs whole on every"):
-        check("gpt2", table, optimizer=optimizer)
-    phi3 = on_meta("phi3")
-    layers = fp8_layers(Fp8Section(enabled=True), phi3, tp=2)
-    assert "model.layers.0.self_attn.qkv_proj" in layers.excluded  # a rank multiplies with some rows
-    assert "model.layers.0.self_attn.o_proj" in layers.converted
-
-
-def test_attentions_are_matched_only_if_each_rank_has_its_own_heads_of_student_and_teacher() -> None:
+    for kind, table, why in (("gpt_bigcode", {}, "has one key"), ("gpt2", {"h.*.attn": "whole"}, "runs whole")):
+        with pytest.raises(ConfigError, match=rf"(?s)qk_clip.*transformer\.h\.0\.attn {why}.*parallel\.tp 1"):
+            check(kind, table, optimizer=MUON)
     section = DistillSection.model_validate({"teacher": "folder", "attentions": {}})
     models = {"student": on_meta("gpt2"), "teacher": on_meta("gpt2"), "last_stage": (0, 4), "compiled": False}
     tp = resolved(world_size=2, parallel={"tp": 2}).topology
@@ -160,3 +146,9 @@ def test_attentions_are_matched_only_if_each_rank_has_its_own_heads_of_student_a
     why = r"(?s)distill\.attentions.*transformer\.h\.0\.attn of the teacher has one key/value head.*parallel\.tp 1"
     with pytest.raises(ConfigError, match=why):
         check_feature_models(section, tp, **(models | {"teacher": on_meta("gpt_bigcode")}))
+
+
+def test_a_fused_projection_of_which_a_rank_has_a_part_stays_in_bf16() -> None:
+    layers = fp8_layers(Fp8Section(enabled=True), on_meta("phi3"), tp=2)
+    assert "model.layers.0.self_attn.qkv_proj" in layers.excluded
+    assert "model.layers.0.self_attn.o_proj" in layers.converted
