@@ -567,12 +567,11 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
     },
     "recurrent blocks": {  # documents apart, one or two heads of each rank
         ("torch", 2): {
-            "stage 3, cp 2, qwen3_next": at(3, family("qwen3_next"), MASKED, tier=CI, cp=2),
+            "stage 3, cp 2, qwen3_next": at(3, family("qwen3_next"), MASKED, cp=2),
             "cp 2, ring, full, kimi_linear": at(2, family("kimi_linear"), MASKED, RING, FULL, cp=2),
             "cp 2, falcon_h1": at(3, family("falcon_h1"), MASKED, cp=2),
             "cp 2, ring, lfm2": at(3, family("lfm2"), MASKED, RING, cp=2),
             "cp 2, nemotron_h": at(3, family("nemotron_h"), MASKED, cp=2),
-            "cp 2, bamba, one document": at(0, family("bamba"), cp=2),
             "cp 2, whole, jamba": at(3, family("jamba"), MASKED, cp=2),
             "cp 2, whole, zaya": at(3, family("zaya"), MASKED, cp=2),
             "stage 3, mamba2": at(3, family("mamba2"), MASKED, SELECTIVE),
@@ -595,7 +594,6 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 3, bamba": at(3, SMALL, family("bamba"), MASKED),
             "stage 0, tp 2, qwen3_next": at(0, family("qwen3_next"), MASKED, tp=2),
             "stage 1, tp 2, nemotron_h": at(1, family("nemotron_h"), MASKED, tp=2),
-            "stage 1, tp 2, falcon_h1": at(1, family("falcon_h1"), tp=2),
             "stage 1, tp 2, lfm2": at(1, family("lfm2"), MASKED, tp=2),
             "stage 1, tp 2, kimi_linear": at(1, family("kimi_linear"), MASKED, tp=2),
         },
