@@ -127,22 +127,10 @@ GLM = merged(
     model(model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
     model(first_k_dense_replace=1, n_group=1, topk_group=1),
 )
-QWEN3_NEXT = merged(
-    UNTIED,
-    model(
-        model_type="qwen3_next",
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention", "full_attention"] * 2,
-    ),
-)
+_LINEAR: Keys = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16}
+_QWEN3_NEXT: Keys = {f"linear_{key}": size for key, size in _LINEAR.items()} | {"shared_expert_intermediate_size": 16}
+_QWEN3_NEXT |= {"model_type": "qwen3_next", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2}
+QWEN3_NEXT = merged(UNTIED, model(**{**EXPERTS, **_QWEN3_NEXT}))
 MTP, MTP_2 = ({"loss": {"mtp": {"depth": depth, "weight": 0.5}}} for depth in (1, 2))
 GPT_OSS = merged(
     UNTIED,
@@ -434,8 +422,6 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "GLM-4-MoE, bias": at(2, GLM, MTP, BIAS, micro=2),
             "cp 2, ring": at(3, RING, MTP_2, cp=2),
             "cp 2, ulysses": at(2, ULYSSES, DEEPSEEK, MTP_2, cp=2),
-            "bf16": at(3, MTP, BF16),
-            "Muon, pp 2, interleaved": at(2, MTP, MUON, INTERLEAVED, LAYERS_8, pp=2),
         },
         ("deepspeed", 2): {
             "stage 3, experts": at(3, DEEPSEEK, SMALL, MTP_2),
