@@ -70,12 +70,14 @@ def find_routers(model: nn.Module) -> list[Router]:
     """Finds a model's routers, in the model's order; [] if it is dense or transformers does not name its routers."""
     recorded = list(_recorders(model))
     modules = dict(model.named_modules())
-    return [
+    found = [
         Router(name, module, recorder.index, experts, _bias_owner(name, modules), _scores(module))
         for name, module in modules.items()
         for recorder in recorded
         if _is_recorded(name, module, recorder) and (experts := _experts(module))
     ]
+    around = {each.name for each in found if any(other.name.startswith(f"{each.name}.") for other in found)}
+    return [each for each in found if each.name not in around]  # JetMoE's attention hands on its router's logits
 
 
 def routed(output: Any, logits_at: int) -> Routed | None:

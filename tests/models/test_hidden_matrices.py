@@ -180,7 +180,8 @@ def test_every_router_of_every_family_is_known_by_its_name() -> None:
         if model is None:
             continue
         tried += 1
-        routers = {router.name for router in find_routers(model)}
+        names = {module: name for name, module in model.named_modules()}
+        routers = {names[router.scores or router.module] for router in find_routers(model)}
         rows = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}  # Doge's
         matrices = {name: p for name, p in model.named_parameters() if name.endswith(".weight") and p.ndim == 2}
         matrices = {name: p for name, p in matrices.items() if name not in rows}
