@@ -556,7 +556,7 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 3, cp 2, qwen3_next": at(3, family("qwen3_next"), MASKED, cp=2),
             "cp 2, ring, full, kimi_linear": at(2, family("kimi_linear"), MASKED, RING, FULL, cp=2),
             "cp 2, falcon_h1": at(3, family("falcon_h1"), MASKED, cp=2),
-            "cp 2, ring, lfm2": at(3, family("lfm2"), MASKED, RING, cp=2),
+            "cp 2, ring, lfm2": at(3, family("lfm2"), MASKED, RING, tier=CI, cp=2),
             "cp 2, nemotron_h": at(3, family("nemotron_h"), MASKED, cp=2),
             "cp 2, whole, jamba": at(3, family("jamba"), MASKED, cp=2),
             "cp 2, whole, zaya": at(3, family("zaya"), MASKED, cp=2),

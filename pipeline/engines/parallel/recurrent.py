@@ -327,7 +327,7 @@ def apply_recurrent(model: nn.Module, ranks: SequenceRanks, *, blocks: Mapping[s
         own = own_heads(block, rank=ranks.rank, ranks=ranks.count, groups=ranks.groups) if divided else None
         # compiled graphs depend neither on the number nor on the lengths of documents
         run = torch.compiler.disable(recurrent.run_block)
-        block.forward = partial(run, own or block.forward, ranks, own is not None)  # type: ignore[method-assign]
+        block.forward = partial(run, own or block.forward, ranks, own is not None)
     for layer in _layers_of(model, list(found.values())):
         which = WITHIN if hasattr(layer, WITHIN) else "forward"  # what a checkpoint runs again
         setattr(layer, which, partial(recurrent.run_layer, getattr(layer, which)))
