@@ -201,11 +201,7 @@ def test_gated_layers_are_no_routers(name: str) -> None:
     assert not is_router(name)
 
 
-def test_the_matrices_of_gated_layers_and_of_inputs_stored_first_are_those_of_the_products() -> None:
-    """A query of Qwen3-Next has nothing of the gate's rows; DBRX's second product has the inputs of an expert first."""
-    values, gates = MatrixForm((64, 32), (8, 8), groups=4).split(torch.arange(64.0)[:, None].expand(64, 32))
-    assert values[:, 0].tolist() == [16 * head + n for head in range(4) for n in range(8)]
-    assert gates[:, 0].tolist() == [16 * head + 8 + n for head in range(4) for n in range(8)]
+def test_the_matrix_of_inputs_stored_first_is_that_of_the_product() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("dbrx", **DBRX))
     [experts] = [module for module in model.modules() if hasattr(module, "w2")]
     stored, x = experts.w2.detach(), torch.randn(3, 32)

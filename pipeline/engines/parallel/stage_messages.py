@@ -240,23 +240,19 @@ class StageMessage:
             size = _packed_size(dtype, shape, self._dtype)
             part = message[offset : offset + size]
             offset += size
-            if dtype.is_floating_point:
-                self._values[each] = part.view(shape).to(dtype)
-            else:
-                self._values[each] = part.detach().clone().view(torch.int64).view(shape).to(dtype)
+            values = part if dtype.is_floating_point else part.detach().clone().view(torch.int64)
+            self._values[each] = values.view(shape).to(dtype)
         assert offset == len(message)
 
     def sent(self) -> Tensor:
-        """Packs the next stage's message [N], and forgets all tensors."""
+        """Packs the next stage's message [N]."""
         tensors = [self._values[each] for each in self._given]
         self.sent_shapes = tuple((each.dtype, tuple(each.shape)) for each in tensors)
-        self._values = {}
         return torch.cat([self._packed(each) for each in tensors])
 
     def _packed(self, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor.reshape(-1).to(self._dtype)
-        return tensor.reshape(-1).to(torch.int64).view(self._dtype)
+        flat = tensor.reshape(-1)
+        return flat.to(self._dtype) if flat.is_floating_point() else flat.to(torch.int64).view(self._dtype)
 
     def forget(self) -> None:
         """Drops references to tensors, which belong to the finished forward pass."""

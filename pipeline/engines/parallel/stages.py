@@ -146,6 +146,11 @@ class PassThrough(nn.Module):
             if isinstance(value, (str, int, float)) and key not in ("training", "call_super_init", "dump_patches"):
                 setattr(self, key, value)
 
+    def __getattr__(self, key: str) -> Any:
+        if key in (found := self.__dict__.get("_modules", {})):
+            return found[key]
+        raise AttributeError(f"the model reads {key} of a layer that is in another stage")
+
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Returns the hidden states."""
         states = hidden_states if self.states is None else self.states
