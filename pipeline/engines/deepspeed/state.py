@@ -193,7 +193,7 @@ def replicas(
         return
     data_group, tp_group = mesh.group("data"), mesh.group("tp")
     same_experts = mesh.expert_groups()["edp"] if local_model.experts and mesh.topology.edp > 1 else None
-    for name, weight in local_model.decoder.parameters_by_name().items():
+    for name, weight in sorted(local_model.decoder.parameters_by_name().items()):  # in the order of all stages
         values, replica_group = weight.data, same_experts if name in local_model.experts else data_group
         if isinstance(optimizer, ReplicatedOptimizer):
             values = optimizer.masters[name].data

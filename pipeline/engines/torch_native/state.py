@@ -67,7 +67,7 @@ def replicas(shards: Sequence[ParameterShard], mesh: Mesh, tied_group: dist.Proc
         tied_group: the two ranks with copies of tied weights; None if this rank has no copy.
     """
     tp_group = mesh.group("tp")
-    for shard in shards:
+    for shard in sorted(shards, key=lambda each: each.name):  # stages have tied weights in another order
         shard.attach()
         sharded, values = shard.sharded.data, shard.master.data
         assert isinstance(sharded, DTensor)
