@@ -61,7 +61,7 @@ LEAST_TRAINED = 166
 
 GOALS = {"pp": (95, 0), "tp": (80, 80), "cp": (85, 0), "masks": (90, 0), "ep": (0, 90)}
 """Column -> goal in percent of the decoders, and of those with experts."""
-LEAST_EQUAL = {"dp": 4, "tp": 4, "pp": 4, "cp": 4, "masks": 4, "Muon": 4, "ep": 1, "aux": 1, "bias": 0}
+LEAST_EQUAL = {"dp": 14, "tp": 13, "pp": 12, "cp": 10, "masks": 10, "Muon": 14, "ep": 7, "aux": 7, "bias": 4}
 """Column -> decoders that the committed table says are equal to one process, at least: raised, never lowered."""
 
 _MIXED = ["sliding_attention", "full_attention"] * 2
