@@ -158,7 +158,7 @@ def test_a_family_whose_files_have_one_module_is_refused_two() -> None:
     [
         ({"loss": {"mtp": {"depth": 32}}}, r"loss\.mtp\.depth = 32.*a sequence has 32 tokens.*less than 32"),
         ({"quantization_aware": {"scheme": "W4A16"}}, r"loss\.mtp.*quantization_aware is given.*no scheme"),
-        ({"parallel": {"pp": 2, "schedule": "zero_bubble"}}, r"parallel\.schedule = zero_bubble.*use 1f1b"),
+        ({"parallel": {"pp": 2, "schedule": "zero_bubble"}}, r"parallel\.schedule = 'zero_bubble'.*use 1f1b"),
         (
             {"model": {"path": "x", "parametrization": "completep", "base": {"hidden_size": 8}}},
             r"model\.parametrization",

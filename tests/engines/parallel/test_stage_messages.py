@@ -13,7 +13,7 @@ from foundation.errors import ConfigError
 from pipeline.engines.parallel import stages
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.stage_messages import CarriedTensor, StageMessage, several
-from pipeline.engines.parallel.stage_plan import StagePlan
+from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
 from tests.engines.parallel.layouts import resolved
@@ -31,7 +31,7 @@ def test_stages_send_whatever_layers_hand_on(kind: str) -> None:
 
 
 def test_a_stage_that_lacks_one_of_the_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stages.stage_plan
+    whole = stage_plan
 
     def without_inputs_of_layers(model: nn.Module) -> StagePlan:
         plan = whole(model)
