@@ -56,7 +56,7 @@ class DecoderLayout:
         own_attention: whether attention is that of `models.attention`, which needs a context, not Hugging Face's.
         dtype: dtype of queries and masks.
         own_head: whether the model does more to its logits than its head's product (`own_head`).
-        recurrent: what passes documents on to recurrent blocks; None for a model without, or if it runs as it is.
+        recurrent: the documents for recurrent blocks; None for a model without, or if it runs as it is.
         sequence: the parts of a sequence on all ranks that share it, if modules predict more tokens; else None.
     """
 

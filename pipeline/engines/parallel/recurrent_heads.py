@@ -65,7 +65,7 @@ _OF_GROUPS = ("n_groups", "groups_time_state_size")
 
 
 @dataclass(frozen=True)
-class Rows:
+class DividedRows:
     """A rank's rows of a tensor.
 
     Attributes:
@@ -90,7 +90,7 @@ class Rows:
         return own[0] if len(own) == 1 else torch.cat(own, self.dim)
 
 
-def divided_rows(block: nn.Module, ranks: int) -> dict[str, Rows | None] | None:
+def divided_rows(block: nn.Module, ranks: int) -> dict[str, DividedRows | None] | None:
     """Returns a rank's rows of the parameters and buffers of a block by name; None for a tensor that is whole.
 
     Args:
@@ -103,8 +103,8 @@ def divided_rows(block: nn.Module, ranks: int) -> dict[str, Rows | None] | None:
     return next((found for entry in _TABLE if (found := _fitted(block, entry, ranks)) is not None), None)
 
 
-def _fitted(block: Any, entry: Mapping[str, tuple[str, ...]], ranks: int) -> dict[str, Rows | None] | None:
-    found: dict[str, Rows | None] = {}
+def _fitted(block: Any, entry: Mapping[str, tuple[str, ...]], ranks: int) -> dict[str, DividedRows | None] | None:
+    found: dict[str, DividedRows | None] = {}
     several = getattr(block, "n_groups", 1) > 1
     for name, tensor in _tensors(block):
         rows = entry.get(name) or entry.get(name.rpartition(".")[0])
@@ -121,7 +121,7 @@ def _fitted(block: Any, entry: Mapping[str, tuple[str, ...]], ranks: int) -> dic
             return None
         if any(size % ranks for size, divided in segments if divided):
             return None
-        found[name] = Rows(dim, segments)
+        found[name] = DividedRows(dim, segments)
     counts = [value for _, _, value in _counts(block, several=several)]
     return found if all(value % ranks == 0 for value in counts) else None
 
@@ -187,7 +187,7 @@ def own_heads(
 def _summand(
     block: nn.Module,
     small: nn.Module,
-    rows: Mapping[str, Rows | None],
+    rows: Mapping[str, DividedRows | None],
     rank: int,
     ranks: int,
     *args: Any,

@@ -14,7 +14,7 @@ from foundation.errors import ConfigError
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.recurrent import DocumentRows, Recurrent, SequenceRanks, recurrent_blocks
-from pipeline.engines.parallel.recurrent_heads import Rows, divided_rows, own_heads
+from pipeline.engines.parallel.recurrent_heads import DividedRows, divided_rows, own_heads
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.meta import build_meta
@@ -74,7 +74,7 @@ def test_a_wrong_part_of_a_sequence_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 def test_heads_whose_rows_are_wrong_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built("lfm2", hidden_size=32, conv_L_cache=5)  # no other test's: results are cached
-    monkeypatch.setattr(Rows, "of", lambda self, tensor, **_: tensor.narrow(self.dim, 0, self.size(2)))
+    monkeypatch.setattr(DividedRows, "of", lambda self, tensor, **_: tensor.narrow(self.dim, 0, self.size(2)))
     assert set(recurrent_blocks(model).values()) == {False}
 
 
