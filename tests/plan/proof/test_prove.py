@@ -64,7 +64,7 @@ def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> No
     ("model", "sections"),
     [
         ({"model_type": "gpt2"}, {}),  # dropout, which no rule of the config knows
-        ({"model_type": "minimax", "head_dim": 16}, {"engine": "torch", "parallel": {"cp": 2}}),
+        ({"model_type": "doge"}, {"engine": "torch", "parallel": {"cp": 2}}),
         ({"model_type": "llama"}, {"moe": {"balance": "bias"}}),
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 4}, {}),
     ],
