@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
             from pipeline.engines.objective import CrossEntropy  # noqa: PLC0415
             from pipeline.run.session import train  # noqa: PLC0415
 
-        return train(resolved, lambda *_rank: CrossEntropy(z_loss=resolved.config.loss.z_loss), signals=signals)
+        return train(resolved, lambda run, *_rank: CrossEntropy(z_loss=run.run.config.loss.z_loss), signals=signals)
 
 
 if __name__ == "__main__":

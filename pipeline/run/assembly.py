@@ -72,7 +72,7 @@ def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> Gu
         here.engine,
         run.config.anomalies,
         fp16=run.config.fp16.enabled,
-        samples=run.batch.samples,
+        accounts=run.accounts,
         skips=skips,
         record=here.record,
         can_roll_back=has_checkpoint,

@@ -40,9 +40,11 @@ class RunManifest:
             return
         prepared, run = self.prepared, self.prepared.run
         details: dict[str, Any] = {"step": step, "steps": run.steps, "finished": step == run.steps}
+        if run.place is not None:  # absent from other runs, whose steps are all alike
+            details["ledger"] = run.accounts.ledger(run.steps)
         if self.stages is not None:
             details["stages"] = self.stages.row()
-        config = run.config.model_dump(mode="json")
+        config = run.written_config.model_dump(mode="json")
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 
     def write_if_possible(self, step: int, warn: Callable[[str], None]) -> None:
@@ -66,7 +68,7 @@ class RunManifest:
         prepared, run = self.prepared, self.prepared.run
         details = {
             "step": step,
-            "samples": skips.data_step(step) * run.batch.samples,
+            "samples": skips.consumed(step, run.accounts),
             "skips": skips.plain(),
             "anomalies": dict(anomalies),
             "topology": str(run.topology),
@@ -80,5 +82,7 @@ class RunManifest:
             details["extra_weights"] = prepared.extra_weights
         if self.imported is not None:
             details[IMPORTED] = dict(self.imported)
+        if run.place is not None:  # absent from other runs, whose steps are all alike
+            details["ledger"] = run.accounts.ledger(step)
         details |= groups or {}
-        return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)
+        return CheckpointInfo(step, run.written_config.model_dump(mode="json"), prepared.parents, details)

@@ -20,7 +20,8 @@ from foundation.remote_directory import CACHE, cache_root
 from foundation.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.rules.curve import Curve, is_allowed, miscounts, written_keys
+from pipeline.config.rules.curve import Curve, changed_fields, is_allowed, miscounts, written_keys
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.sections.run import RunSection
@@ -112,7 +113,7 @@ def _refuse_miscounting(
         changed: part of `differing` that is not allowed; the message names it, too.
     """
     samples = checkpoint.manifest.details["samples"]
-    wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples)]
+    wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples, step=checkpoint.step)]
     if not wrong:
         return
     later = ""
@@ -157,6 +158,14 @@ def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
     if before == after:
         return None
     return f"the optimizer's state starts at zero: the checkpoint has a state of {before}, the run needs one of {after}"
+
+
+def begins_afresh(run: ResolvedRun, step: int) -> str | None:
+    """Returns the name of a stage that begins after a step with optimizer states of zero; None for any other step."""
+    section = None if run.place is None else run.place.stage.section
+    if section is None or section.optimizer_states == "keep" or not 0 < step == run.first_step - 1:
+        return None
+    return section.name
 
 
 def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
@@ -292,14 +301,6 @@ def _check_is_run(run_dir: Path) -> None:
     elif not any((run_dir / name).exists() for name in _OF_A_RUN):
         why = "it holds files that no run has put there"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
-
-
-def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    """Lists the fields that differ between two curves: (dotted path, before, now)."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        keys = sorted({*was, *now})
-        return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
-    return [] if was == now else [(at, was, now)]
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -45,7 +45,7 @@ class Trainer:
     group: Group | None = None
 
     def train(self) -> Stop:
-        """Trains to the last step or to a stop signal.
+        """Trains to the last step of the run or of its stage, or to a stop signal.
 
         Work is saved before it is evaluated. An evaluation cut short by a stop is repeated at the next start.
 
@@ -61,7 +61,7 @@ class Trainer:
             return stop
         self.hooks.start(done)
         for batch in self.hooks.batches(self.steps):
-            step, last = batch.step, batch.step == self.here.run.steps
+            step, last = batch.step, batch.step == self.here.run.last_step
             stop, time_is_up = self._step(batch)
             self.hooks.after_step(step)
             save = self.saves.due(step) or time_is_up or last
@@ -108,7 +108,7 @@ class Trainer:
 
     def _needs_finished(self, step: int) -> bool:
         """Tells whether the state after a step is needed, and the step must finish before another begins."""
-        due = step == self.here.run.steps or self.saves.due(step) or self.evaluation.due(step)
+        due = step == self.here.run.last_step or self.saves.due(step) or self.evaluation.due(step)
         due = due or (self.group is not None and self.group.due(step))
         return due or self.stepper.needs_drain(step) or self.hooks.needs_finished(step)
 

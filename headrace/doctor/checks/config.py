@@ -30,7 +30,7 @@ def run(context: Context) -> Iterator[Finding]:
     from pipeline.runtime.launch.environment import SINGLE_PROCESS  # noqa: PLC0415
 
     config = load_config(context.config, context.overrides)
-    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
+    begun = has_begun(up_to_date(config.run.dir), config=config)
     run = resolve(config, world_size=context.processes * len(context.nodes), begun=begun)
     prepared, device, notes = check_and_prepare(run, SINGLE_PROCESS)
     yield Finding(True, f"{run.layout}; {run.precision}; on {device.type}{''.join(f'; {note}' for note in notes)}")

@@ -5,7 +5,7 @@ The module also maps these fields to the config keys from which they follow; `ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config.rules.resolve import ResolvedRun
@@ -43,6 +43,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "model.resolved": ("model.config", "model.path"),
 }
 """Curve field -> the keys from which it follows, the most likely first. Other fields are keys themselves."""
+_STAGES = "stages"
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
 """Fields that determine the order of samples, by which the trained samples are counted and looked up."""
@@ -57,13 +58,14 @@ def curve_fields(run: ResolvedRun) -> Curve:
     stored in checkpoints and keep their names.
     """
     sections, config = run.config, run.config.model_dump(mode="json")
+    accounts, ramp = run.accounts, None if run.place is None else run.place.stage.ramp
     return {
         "model": {
             **{key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
             **_parametrization(sections.model),
         },
         "data": {
-            **_mixture(sections.data, samples=run.steps * run.batch.samples),
+            **_mixture(sections.data, samples=accounts.samples(run.last_step) - accounts.samples(run.first_step - 1)),
             "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
             "fim": config["data"]["fim"],
             "sequence_length": config["data"]["sequence_length"],
@@ -72,7 +74,7 @@ def curve_fields(run: ResolvedRun) -> Curve:
         "distill": _distillation(sections.distill, sequence_length=sections.data.sequence_length),
         "loss.z_loss": config["loss"]["z_loss"] or None,
         "moe": _balance(sections.moe),
-        "train_batch_size": run.batch.samples,
+        "train_batch_size": ramp.model_dump(mode="json", exclude_none=True) if ramp else run.batch.samples,
         "optimizer": config["optimizer"],
         "scheduler": run.schedule.describe(),
         "gradient_clipping": config["gradient_clipping"],
@@ -91,6 +93,35 @@ def curve_fields(run: ResolvedRun) -> Curve:
         # not the number of islands, nor how they find each other
         "islands": _islands(sections.islands),
     }
+
+
+def joined_curve(stages: Sequence[tuple[ResolvedRun, Curve]]) -> Curve:
+    """Returns the fields of a run in stages: those of the first, and by name how each other stage differs from it.
+
+    Args:
+        stages: every stage with its own fields, in order; a run without stages keeps its fields.
+    """
+    first, curve = stages[0]
+    if first.place is None or first.place.whole.stages is None:
+        return curve
+    others = {}
+    for run, own in stages[1:]:
+        assert run.place is not None
+        assert run.place.stage.section is not None
+        section, differs = run.place.stage.section, {field: now for field, _, now in changed_fields(curve, own)}
+        options = {"optimizer_states": "fresh"} if section.optimizer_states == "fresh" else {}
+        if section.continue_sources is not None:
+            options["continue_sources"] = section.continue_sources
+        others[section.name] = {"after_step": run.first_step - 1, **options, **differs}
+    return {**curve, _STAGES: others}
+
+
+def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """Lists the fields that differ between two curves: (dotted path, before, now)."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = sorted({*was, *now})
+        return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
+    return [] if was == now else [(at, was, now)]
 
 
 def _parametrization(model: ModelSection) -> Curve:
@@ -165,7 +196,7 @@ def written_keys(field: str) -> tuple[str, ...]:
     return (field,)
 
 
-def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, samples: int) -> bool:
+def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, samples: int, step: int) -> bool:
     """Tells whether a changed field alters the samples of the steps up to a checkpoint, their text or their number.
 
     Args:
@@ -173,12 +204,26 @@ def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, sam
         was: the checkpoint's curve.
         now: the config's curve.
         samples: number of samples in the run's order up to the checkpoint.
+        step: the checkpoint's step.
     """
+    if field.partition(".")[0] == _STAGES:
+        return _miscounts_stages(field, was.get(_STAGES) or {}, now.get(_STAGES) or {}, step=step)
     if not any(f"{field}.".startswith(f"{name}.") for name in _COUNTED_BY):
         return False
     # weights that change later do not affect earlier samples; islands are ahead of their steps in the order of samples
     same = not was.get("islands") and _stages(was, until=samples) == _stages(now, until=samples)
     return not (same and field in _MIXTURE)
+
+
+def _miscounts_stages(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> bool:
+    """Tells whether a changed field of a stage alters the samples of steps up to a checkpoint."""
+    _, name, rest = [*field.split(".", 2), "", ""][:3]
+    counted = not rest or any(
+        f"{rest}.".startswith(f"{key}.") for key in (*_COUNTED_BY, "after_step", "continue_sources")
+    )
+    names = [name] if name else [each for each in {*was, *now} if was.get(each) != now.get(each)]
+    begun = [stage["after_step"] for each in names for stage in (was.get(each), now.get(each)) if stage]
+    return counted and min(begun, default=step) < step
 
 
 def _stages(curve: Mapping[str, Any], *, until: int) -> list[Any]:

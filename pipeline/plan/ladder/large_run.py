@@ -77,7 +77,7 @@ class LargeRun:
     @property
     def tokens(self) -> int:
         """Training tokens."""
-        return self.run.steps * self.run.batch.tokens
+        return self.run.accounts.tokens(self.run.steps)
 
     @property
     def flops(self) -> float:

@@ -95,8 +95,8 @@ def on_fewest_processes(config: Config) -> ResolvedRun:
         model_ranks *= size or 1
     keys = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     derived = []
-    if config.train_batch_size and all(keys):
-        derived = [max(1, config.train_batch_size // ((keys[0] or 1) * (keys[1] or 1)))]
+    if config.largest_batch and all(keys):
+        derived = [max(1, config.largest_batch // ((keys[0] or 1) * (keys[1] or 1)))]
     sizes = (config.parallel.hybrid_shard_size, config.zero_optimization.zero_hpz_partition_size)
     shard = [2 * size for size in sizes if size]
     unit = fewest_processes(config) // model_ranks  # unit of data ranks that ep and hybrid sharding need

@@ -55,7 +55,7 @@ def resolve_run(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
     config = change(loaded.config)
-    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
+    begun = has_begun(up_to_date(config.run.dir), config=config)
     if arguments.nproc is None:
         _start_pod(
             lambda processes: _check_no_spare(resolve(config, world_size=processes, begun=begun).topology, processes)
@@ -111,7 +111,7 @@ def _print_notes(loaded: LoadedConfig) -> None:
         print(f"{label}: {', '.join(texts)}", flush=True)
 
 
-def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:
+def has_begun(run_dir: Path, *, config: Config) -> bool:
     """Tells whether the run has trained in its directory before: if so, it goes on with the present processes.
 
     Another batch size makes it another run, whose sizes have to divide as in any new run.
@@ -122,7 +122,7 @@ def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:
         before = read_manifest(run_dir, kind="run").config
     except DataError:  # killed before its first checkpoint; any other problem is reported where the directory is opened
         return True
-    return before.get("train_batch_size") == train_batch_size
+    return bool(before.get("train_batch_size") == config.model_dump(mode="json")["train_batch_size"])
 
 
 def _check_nproc(processes: int, launch: Launch) -> None:
