@@ -142,6 +142,7 @@ class StageBatches:
         sequence_length: tokens per sample.
         until: end of the stage; None for the end of the run.
         ramp: the batch ramp; None for a fixed batch.
+        ended: whether a resume has ended the stage, and its ramp.
     """
 
     name: str
@@ -149,6 +150,7 @@ class StageBatches:
     sequence_length: int
     until: UntilSection | None = None
     ramp: BatchRampSection | None = None
+    ended: bool = False
 
     @property
     def levels(self) -> list[tuple[int, int | None]]:
@@ -232,7 +234,7 @@ def _check_end(
             key, value = ("run.steps", end.steps) if end.steps is not None else ("run.tokens", end.tokens)
         raise ConfigError(key, value, why=why, remedy="use a larger number, or remove the stage")
     ramp = stages[number].ramp
-    if ramp is not None and last is not None and last.samples != ramp.to:
+    if ramp is not None and not stages[number].ended and last is not None and last.samples != ramp.to:
         key = f"stages.{number}.train_batch_size.over_tokens" if name else "train_batch_size.over_tokens"
         why = f"the stage ends at {last.samples} samples per step, before the ramp has led to {ramp.to}"
         raise ConfigError(key, ramp.over_tokens, why=why, remedy="use fewer tokens, or a longer stage")

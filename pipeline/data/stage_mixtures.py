@@ -16,7 +16,7 @@ _Windows = tuple[str, str | None, int, int, str]
 text."""
 
 
-class _Positions:
+class _SourcePositions:
     """How far earlier stages have drawn from each source, and the keys of the shuffles."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def open_mixtures(run: ResolvedRun, *, stat_files: bool = True) -> list[DataMixt
     Raises:
         ConfigError, DataError: as `open_mixture`; the error names the stage.
     """
-    positions, opened = _Positions(), []
+    positions, opened = _SourcePositions(), []
     for stage in run.stages or (run,):
         data, extent = stage.config.data, Extent.of(stage)
         section = None if stage.place is None else stage.place.stage.section
@@ -64,7 +64,7 @@ def open_mixtures(run: ResolvedRun, *, stat_files: bool = True) -> list[DataMixt
 def _windows(data: DataSection) -> list[_Windows]:
     """Returns the identity of each source's windows, in the config's order."""
     count: Counter[tuple[str, str | None]] = Counter()
-    found = []
+    found: list[_Windows] = []
     for source in data.sources:
         named = source.path, source.source
         found.append((*named, count[named], data.sequence_length, data.packing))

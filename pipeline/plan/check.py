@@ -17,6 +17,7 @@ from foundation.quick_imports import quick_imports
 from foundation.remote_run import remote_checkpoints, up_to_date
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.past_stages import continued
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.optimizers import UpdateScope
@@ -85,7 +86,8 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     """
     config = loaded.config
     processes = arguments.processes or detect().world_size
-    begun = has_begun(up_to_date(config.run.dir), config=config)
+    run_dir = up_to_date(config.run.dir)
+    config, begun = continued(config, run_dir), has_begun(run_dir, config=config)
     resolved = resolve(config, world_size=processes, begun=begun)
     resolved = with_imbalance(resolved, arguments.imbalance)
     if arguments.exact:

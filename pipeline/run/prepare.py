@@ -150,7 +150,7 @@ def _prepare(run: ResolvedRun, mixture: DataMixture, *, first: bool) -> Prepared
     config = run.config
     heldout = [] if config.evaluation.samples == 0 else open_heldout(config.data, mixture, stat_files=first)
     tokenizer = tokenizer_details(mixture.sources[0].manifest)
-    changes = {} if run.place is None else run.place.stage.model
+    changes = {} if run.place is None else dict(run.place.stage.model)
     length = config.data.sequence_length
     hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=length, changes=changes)
     for field, folder in named_folders(config.model, config.distill).items():

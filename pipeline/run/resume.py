@@ -20,7 +20,15 @@ from foundation.remote_directory import CACHE, cache_root
 from foundation.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.rules.curve import Curve, changed_fields, is_allowed, miscounts, written_keys
+from pipeline.config.rules.curve import (
+    Curve,
+    allows_stage,
+    changed_fields,
+    is_allowed,
+    is_implicit,
+    miscounts,
+    written_keys,
+)
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
@@ -80,6 +88,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequenc
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
     differing = _without_params_of_another_type(changed_fields(was, curve))
     changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
+    changed = [row for row in changed if not is_implicit(*row)]
     _refuse_miscounting(checkpoint, was, curve, differing, changed)
     if was.get("islands") and not curve.get("islands"):
         why = "islands made the checkpoint, and count their place in the data in rounds"
@@ -114,10 +123,12 @@ def _refuse_miscounting(
     """
     samples = checkpoint.manifest.details["samples"]
     wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples, step=checkpoint.step)]
+    wrong = [row for row in wrong if row not in changed or not allows_stage(row[0], was, now)]
     if not wrong:
         return
     later = ""
-    if all(row[0].startswith(("data.weights", "data.schedule")) for row in wrong):
+    weights = all(row[0].startswith(("data.weights", "data.schedule")) for row in wrong)
+    if weights and isinstance(was["train_batch_size"], int):
         later = (
             f", keep the weights so far as the first stage of data.curriculum and begin another after step"
             f" {samples // was['train_batch_size']} or later"

@@ -129,7 +129,8 @@ def _train_stages(
             # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
             session, engine = here, None  # the memory of the stage before is free by now
             gc.collect()
-            engine = here.allocate(make_objective, device=device, mesh=mesh, checkpoint=checkpoint)
+            groups = mesh if here.prepared.run.same_mesh(first.prepared.run) else None  # else they are formed anew
+            engine = here.allocate(make_objective, device=device, mesh=groups, checkpoint=checkpoint)
         # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and continues from there.
         session.load(engine, checkpoint)
         try:

@@ -195,6 +195,11 @@ BAD = {
         "stages.1.continue_sources = True",
         "data.sequence_length is 32 in stage 'stable' and 64 in this",
     ),
+    "a layout of another size": (
+        [STABLE, {"name": "b", "parallel": {"tp": 4}}],
+        "stages.1.parallel",
+        "start 4 or 8 processes",
+    ),
     "nothing to go on with": (
         [STABLE, {"name": "b", "data": {"sources": [{"path": "b"}]}, "continue_sources": True}],
         "stages.1.continue_sources = True",
@@ -233,3 +238,9 @@ def test_what_counts_equal_steps_is_refused_by_name(field: str, value: dict[str,
 def test_a_ramp_needs_steps_of_any_number_of_micro_batches() -> None:
     with pytest.raises(ConfigError, match=r"does not work with parallel\.pp 2"):
         resolved(parallel={"pp": 2}, train_batch_size=RAMP, ranks=2)
+
+
+def test_the_processes_that_end_a_stage_begin_the_next() -> None:
+    with pytest.raises(ConfigError, match="its layout takes 2 processes, and that of the first stage 3") as error:
+        resolved(STABLE, {"name": "b", "parallel": {"tp": 2}}, ranks=3, parallel={"elastic": True})
+    assert error.value.field == "stages.1.parallel"

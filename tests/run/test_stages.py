@@ -18,10 +18,10 @@ from pipeline.evaluation.report.runs import read_run
 from pipeline.models.card.lineage import training_lineage
 from pipeline.run.anomalies.suspect_samples import RunSamples
 from pipeline.runtime.metrics.journal import read_rows
-from tests.conftest import launch, losses, tiny_config, warm_command, write_config
+from tests.conftest import launch, losses, start, tiny_config, warm_command, write_config
 from tests.engines.comparison import FP32
 from tests.run.test_changed_resume import lose_checkpoints_after
-from tests.support import kill_group, wait_until
+from tests.support import kill_group, refusal_of, wait_until
 
 pytestmark = pytest.mark.integration
 BORDER, STEPS = 6, 12
@@ -142,6 +142,30 @@ def test_a_run_of_one_process_crosses_the_border_on_two_ranks_of_either_engine(
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=FP32)
 
 
+LAYOUTS: list[Any] = [
+    ("torch", {"parallel": {"tp": 2}, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}),
+    ("deepspeed", {"parallel": {"pp": 2}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}),
+    ("deepspeed", {"parallel": {"tp": 2}, "train_micro_batch_size_per_gpu": 4}),
+    ("deepspeed", {"parallel": {"cp": 2}, "zero_optimization": {"stage": 3}}),
+    ("torch", {"parallel": {"pp": 2}, "memory": {"activation_checkpointing": "full"}}),
+    ("torch", {"parallel": {"cp": 2, "cp_method": "ring"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes"), [*LAYOUTS[:2], *(pytest.param(*each, marks=pytest.mark.sweep) for each in LAYOUTS[2:])]
+)
+def test_a_stage_in_another_layout_forms_its_groups_anew_and_follows_one_process(
+    whole: Path, tokens: Path, tmp_path: Path, engine: str, changes: dict[str, Any]
+) -> None:
+    config = staged_config(tokens, tmp_path / "run", engine=engine, train_micro_batch_size_per_gpu=1)
+    config["stages"][1] |= changes
+    shutil.copytree(whole, tmp_path / "run")
+    lose_checkpoints_after(tmp_path / "run", BORDER - 2)
+    launch("train.py", write_config(tmp_path / "c.json", config), processes=2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=FP32)
+
+
 def killed(command: list[str], run: Path, moment: Callable[[], bool]) -> None:
     """Starts a run and kills all its processes at a moment."""
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -186,3 +210,58 @@ def test_twenty_kills_around_borders_leave_the_curve_as_it_was(tokens: Path, tmp
         )
     launch("train.py", config)
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+
+
+def test_data_and_batch_that_change_on_resume_make_stages_and_old_numbers_stay_true(
+    tokens: Path, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {"engine": "torch", "scheduler": None, "evaluation": {"samples": 0}}
+    run = {"dir": str(tmp_path / "run"), "steps": 12, "seed": 7, "checkpoint_every": 3, "keep_checkpoints": 9}
+    config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path / "run", **fields, run=run))
+    launch("train.py", config, "run.steps=6")
+    before = RunSamples.open(tmp_path / "run")
+    text = [line for sample in before.samples_of_steps(1, 1) for line in before.text(sample)]
+    longer, names = "data.sequence_length=64", 'run.allow_change=["data.sequence_length", "train_batch_size"]'
+    assert 'run.allow_change: ["data.sequence_length"]' in refusal_of(start("train.py", config, longer))
+    said = launch("train.py", config, longer, names, "run.steps=9")
+    assert f"9 steps = {6 * 256 + 3 * 512:,} tokens" in said
+    lose_checkpoints_after(tmp_path / "run", 6)  # a resume finds the stages in the manifest, not in the config
+    launch("train.py", config, longer, names, "run.steps=9")
+    said = refusal_of(start("train.py", config))  # back to 32 tokens, and not allowed
+    assert "data.sequence_length = 32" in said
+    assert 'run.allow_change: ["data.sequence_length"]' in said
+    launch("train.py", config, longer, names, "train_batch_size=4")
+    rows = rows_of(tmp_path / "run")
+    assert [row[4] for row in rows.values()] == [*range(256, 1537, 256), 2048, 2560, 3072, 3328, 3584, 3840]
+    after = RunSamples.open(tmp_path / "run")
+    assert [line for sample in after.samples_of_steps(1, 1) for line in after.text(sample)] == text
+    lineage = training_lineage(read_manifest(tmp_path / "run/checkpoints/step-00000012", kind="checkpoint"))
+    assert lineage["steps"][-1]["tokens"] == 3840
+    # the same run, whose stages were written from the beginning
+    stages = [
+        {"name": "until-step-6", "until": {"steps": 6}},
+        {"name": "from-step-7", "until": {"steps": 9}, "data": {"sequence_length": 64}},
+        {"name": "from-step-10", "train_batch_size": 4},
+    ]
+    whole = tiny_config(
+        tokens, tmp_path / "whole", **fields, run={**run, "dir": str(tmp_path / "whole")}, stages=stages
+    )
+    launch("train.py", write_config(tmp_path / "whole.json", whole))
+    staged = rows_of(tmp_path / "whole")
+    assert [row[:5] for row in rows.values()] == [row[:5] for row in staged.values()]
+
+
+def test_a_stage_to_come_may_change_and_one_that_has_begun_may_not(whole: Path, tokens: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    lose_checkpoints_after(tmp_path / "run", BORDER)
+    config = staged_config(tokens, tmp_path / "run")
+    config["stages"][1]["train_batch_size"] = 2
+    path = write_config(tmp_path / "c.json", config)
+    said = refusal_of(start("train.py", path))
+    assert "was 4, now 2" in said
+    assert "run.allow_change: [" in said
+    launch("train.py", path, 'run.allow_change=["stages"]')
+    assert rows_of(tmp_path / "run")[STEPS][4] == 1280 + 6 * 128
+    again = write_config(tmp_path / "c.json", {**config, "stages": staged_config(tokens, tmp_path / "run")["stages"]})
+    said = refusal_of(start("train.py", again, 'run.allow_change=["stages"]'))
+    assert "run.allow_change cannot allow that" in said

@@ -44,6 +44,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
 }
 """Curve field -> the keys from which it follows, the most likely first. Other fields are keys themselves."""
 _STAGES = "stages"
+_STAGED = ("sequence_length", "packing", "fim", "mask_documents")
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
 """Fields that determine the order of samples, by which the trained samples are counted and looked up."""
@@ -109,7 +110,9 @@ def joined_curve(stages: Sequence[tuple[ResolvedRun, Curve]]) -> Curve:
         assert run.place is not None
         assert run.place.stage.section is not None
         section, differs = run.place.stage.section, {field: now for field, _, now in changed_fields(curve, own)}
-        options = {"optimizer_states": "fresh"} if section.optimizer_states == "fresh" else {}
+        options: Curve = {"optimizer_states": "fresh"} if section.optimizer_states == "fresh" else {}
+        if section.implicit:
+            options["implicit"] = True
         if section.continue_sources is not None:
             options["continue_sources"] = section.continue_sources
         others[section.name] = {"after_step": run.first_step - 1, **options, **differs}
@@ -231,6 +234,24 @@ def _stages(curve: Mapping[str, Any], *, until: int) -> list[Any]:
     data = curve["data"]
     stages = data.get("schedule") or [[0, data["weights"]]]
     return [stage for stage in stages if stage[0] == 0 or stage[0] * curve["train_batch_size"] < until]
+
+
+def allows_stage(field: str, *curves: Mapping[str, Any]) -> bool:
+    """Tells whether a change of a field by which samples are counted may make a stage (`config.past_stages`).
+
+    The seed may not change, nor what follows from the whole run: budgets, a curriculum, the rounds of groups.
+    """
+    whole = any(curve.get("islands") or curve.get("distill") for curve in curves)
+    whole = whole or any(curve["data"].get(key) for curve in curves for key in ("budgets", "schedule"))
+    counted = ("train_batch_size", *(f"data.{key}" for key in ("weights", "sources", *_STAGED)))
+    return not whole and any(f"{field}.".startswith(f"{key}.") for key in counted)
+
+
+def is_implicit(field: str, was: Any, now: Any) -> bool:
+    """Tells whether a changed field is a stage, or all stages, that a resume has made by `run.allow_change`."""
+    if field.partition(".")[0] != _STAGES or was is not None or not now:
+        return False
+    return all(stage.get("implicit") for stage in (now.values() if field == _STAGES else [now]))
 
 
 def is_allowed(field: str, name: str) -> bool:

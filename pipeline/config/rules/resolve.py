@@ -229,6 +229,11 @@ class ResolvedRun:
         """Returns a context manager that makes errors name the stage; it changes none without stages."""
         return nullcontext() if self.place is None else self.place.stage.naming()
 
+    def same_mesh(self, other: ResolvedRun) -> bool:
+        """Tells whether the ranks of two stages form the same process groups."""
+        mine, others = ((each.topology, each.shard_size, each.node_size) for each in (self, other))
+        return mine == others
+
     @property
     def ramps(self) -> bool:
         """Whether the batch size changes within the stage."""

@@ -37,17 +37,17 @@ class StagePlace:
     whole: Config
 
 
-class _Finish(Protocol):
+class _FinishStage(Protocol):
     def __call__(
         self, config: Config, mesh: CheckedMesh, *, elastic: bool, place: StagePlace | None
     ) -> ResolvedRun: ...
 
 
-class _Check(Protocol):
+class _CheckStage(Protocol):
     def __call__(self, config: Config, *, elastic: bool) -> CheckedMesh: ...
 
 
-def resolve_stages(config: Config, *, check: _Check, finish: _Finish, begun: bool) -> list[ResolvedRun]:
+def resolve_stages(config: Config, *, check: _CheckStage, finish: _FinishStage, begun: bool) -> list[ResolvedRun]:
     """Resolves all stages of a run.
 
     Args:
@@ -71,6 +71,7 @@ def resolve_stages(config: Config, *, check: _Check, finish: _Finish, begun: boo
             _check_changes(stage)
             meshes.append(check(stage.config, elastic=begun or stage.config.parallel.elastic))
             _check_ramp(stage, meshes[-1], elastic=begun or stage.config.parallel.elastic)
+            _check_processes(stage, meshes)
     accounts = make_accounts(
         [_batches(stage, batch) for stage, (_, batch) in zip(stages, meshes, strict=True)],
         steps=config.run.steps,
@@ -87,7 +88,8 @@ def resolve_stages(config: Config, *, check: _Check, finish: _Finish, begun: boo
 
 def _batches(stage: StageConfig, batch: BatchSizes) -> StageBatches:
     until = None if stage.section is None or stage.section.until == "rest" else stage.section.until
-    return StageBatches(stage.name, batch.samples, batch.sequence_length, until, stage.ramp)
+    ended = stage.section is not None and stage.section.implicit
+    return StageBatches(stage.name, batch.samples, batch.sequence_length, until, stage.ramp, ended)
 
 
 def _scheduled(stages: Sequence[StageConfig], accounts: StepAccounts, number: int) -> tuple[int, int]:
@@ -155,6 +157,14 @@ def _check_continued(stages: Sequence[StageConfig]) -> None:
             raise ConfigError(field, True, why=why, remedy="leave it out")
 
 
+def _check_processes(stage: StageConfig, meshes: Sequence[CheckedMesh]) -> None:
+    """Refuses a layout for another number of processes: those that end a stage begin the next."""
+    (first, _), (own, _) = meshes[0], meshes[-1]
+    if own.world_size != first.world_size:
+        why = f"its layout takes {own.world_size} processes, and that of the first stage {first.world_size}"
+        raise ConfigError("parallel", stage.changes.get("parallel"), why=why, remedy="use layouts of equal size")
+
+
 def _check_ramp(stage: StageConfig, mesh: CheckedMesh, *, elastic: bool) -> None:
     ramp, (topology, batch) = stage.ramp, mesh
     if ramp is None:
@@ -172,9 +182,9 @@ def _check_ramp(stage: StageConfig, mesh: CheckedMesh, *, elastic: bool) -> None
     unit = topology.dp * batch.micro
     for key, size in (("from", ramp.start), ("by", ramp.by)):
         if size is not None and size % unit and not elastic:
-            near = f"{size // unit * unit} or {-(-size // unit) * unit}" if size > unit else str(unit)
+            nearest = f"{size // unit * unit} or {-(-size // unit) * unit}" if size > unit else str(unit)
             why = f"it is no multiple of micro-batch {batch.micro} x dp {topology.dp} = {unit}"
-            raise ConfigError(f"train_batch_size.{key}", size, why=why, remedy=f"use {near}")
+            raise ConfigError(f"train_batch_size.{key}", size, why=why, remedy=f"use {nearest}")
 
 
 def _incompatible(config: Config, topology: Topology) -> Iterator[tuple[str, object]]:

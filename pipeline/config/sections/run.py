@@ -270,8 +270,8 @@ class RunSection(Section):
     allow_change: tuple[str, ...] = Field(
         (),
         description="Fields that may differ from the checkpoint's on resume although they alter the loss curve, e.g."
-        ' ["optimizer.params.lr"]; data, seed and batch cannot change, since they count past steps; stages, and'
-        " stages of data.curriculum, that have not begun can",
+        ' ["optimizer.params.lr"]; a change of data or batch makes a stage that begins at the checkpoint; the seed'
+        " cannot change; stages, and stages of data.curriculum, that have not begun can",
         strict=False,
     )
     resume: Literal["auto", "never"] = Field(

@@ -21,10 +21,11 @@ from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from foundation.directory import Manifest, read_manifest
-from foundation.errors import DataError, HeadraceError
+from foundation.errors import DataError
 from foundation.paths import RUN
 from foundation.section import parse
 from pipeline.config.batch import BatchSizes
+from pipeline.config.past_stages import newest_manifest
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.mixture import DataMixture
@@ -115,7 +116,8 @@ class RunSamples:
         mixtures = open_mixtures(resolved)
         for stage, mixture in zip(resolved.stages or (resolved,), mixtures, strict=True):
             _check_unchanged(mixture, manifest, stage=resolved.accounts.names[stage.stage])
-        skips = skips_of(_newest_details(run_dir), events, step=math.inf)
+        newest = newest_manifest(run_dir)
+        skips = skips_of({} if newest is None else newest.details, events, step=math.inf)
         tokenizer = Tokenizer.from_file(str(mixtures[0].sources[0].tokenizer / TOKENIZER_JSON))
         return cls(resolved, mixtures, skips, tokenizer)
 
@@ -202,16 +204,6 @@ def _check_unchanged(mixture: DataMixture, manifest: Manifest, *, stage: str) ->
                 f" and is {parent['fingerprint']}\n  try: restore the old tokens; the same corpus, config and tokenizer"
                 f" give the same bytes again"
             )
-
-
-def _newest_details(run_dir: Path) -> dict[str, object]:
-    """Reads the details of the newest checkpoint with a readable manifest; skips damaged ones."""
-    for path in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
-        try:
-            return read_manifest(path, kind="checkpoint").details
-        except HeadraceError:
-            continue
-    return {}
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from foundation.directory import read_manifest
 from foundation.errors import ConfigError, DataError
 from foundation.remote_run import up_to_date
 from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.past_stages import continued
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology
@@ -55,7 +56,8 @@ def resolve_run(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
     config = change(loaded.config)
-    begun = has_begun(up_to_date(config.run.dir), config=config)
+    run_dir = up_to_date(config.run.dir)
+    config, begun = continued(config, run_dir), has_begun(run_dir, config=config)
     if arguments.nproc is None:
         _start_pod(
             lambda processes: _check_no_spare(resolve(config, world_size=processes, begun=begun).topology, processes)
