@@ -143,6 +143,7 @@ class StageBatches:
         until: end of the stage; None for the end of the run.
         ramp: the batch ramp; None for a fixed batch.
         ended: whether a resume has ended the stage, and its ramp.
+        ramp_key: config key of the ramp.
     """
 
     name: str
@@ -151,6 +152,7 @@ class StageBatches:
     until: UntilSection | None = None
     ramp: BatchRampSection | None = None
     ended: bool = False
+    ramp_key: str = "train_batch_size"
 
     @property
     def levels(self) -> list[tuple[int, int | None]]:
@@ -235,7 +237,7 @@ def _check_end(
         raise ConfigError(key, value, why=why, remedy="use a larger number, or remove the stage")
     ramp = stages[number].ramp
     if ramp is not None and not stages[number].ended and last is not None and last.samples != ramp.to:
-        key = f"stages.{number}.train_batch_size.over_tokens" if name else "train_batch_size.over_tokens"
+        key = f"{stages[number].ramp_key}.over_tokens"
         why = f"the stage ends at {last.samples} samples per step, before the ramp has led to {ramp.to}"
         raise ConfigError(key, ramp.over_tokens, why=why, remedy="use fewer tokens, or a longer stage")
     if end.tokens is not None and seen != end.tokens and stages[number].until is not None:

@@ -89,7 +89,8 @@ def resolve_stages(config: Config, *, check: _CheckStage, finish: _FinishStage, 
 def _batches(stage: StageConfig, batch: BatchSizes) -> StageBatches:
     until = None if stage.section is None or stage.section.until == "rest" else stage.section.until
     ended = stage.section is not None and stage.section.implicit
-    return StageBatches(stage.name, batch.samples, batch.sequence_length, until, stage.ramp, ended)
+    key = f"stages.{stage.number}.train_batch_size" if "train_batch_size" in stage.changes else "train_batch_size"
+    return StageBatches(stage.name, batch.samples, batch.sequence_length, until, stage.ramp, ended, key)
 
 
 def _scheduled(stages: Sequence[StageConfig], accounts: StepAccounts, number: int) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class LargeRun:
         """Hyperparameters of the run, for the published laws."""
         run, body = self.run, self.counts.body
         return training_of(
-            run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
+            run.batch, run.schedule, run.config.optimizer, tokens=self.tokens, parameters_non_embedding=body
         )
 
     def count(self, config: PretrainedConfig) -> ModelCounts:
