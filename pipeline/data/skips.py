@@ -66,6 +66,8 @@ class Skips:
 
     def consumed(self, step: int, accounts: StepAccounts) -> int:
         """Returns the number of samples in the run's order up to the end of a step, skipped samples included."""
+        if accounts.constant_batch:
+            return self.data_step(step) * accounts.samples_in(step)
         skipped = (
             skip.steps * accounts.samples_in(skip.at) if skip.samples is None else skip.samples
             for skip in self.skips

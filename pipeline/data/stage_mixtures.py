@@ -46,7 +46,7 @@ def open_mixtures(run: ResolvedRun, *, stat_files: bool = True) -> list[DataMixt
         stat_files: whether to compare the sizes of the files with the manifests now.
 
     Raises:
-        ConfigError, DataError: as `open_mixture`; the error names the stage.
+        ConfigError, DataError: `open_mixture` refuses the data of a stage; the error names the stage.
     """
     positions, opened = _SourcePositions(), []
     for stage in run.stages or (run,):

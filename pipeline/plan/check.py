@@ -121,7 +121,8 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
             entries += memory_entries(resolved, prepared.model, memory=device_memory)
         entries += teacher_entries(prepared, memory=device_memory)
         entries += [*generation_entries(prepared), *task_entries(prepared)]
-        entries += [Entry("warnings", text, text) for text in advice(prepared)]
+        warnings = dict.fromkeys(text for stage in prepared.stages or (prepared,) for text in advice(stage))
+        entries += [Entry("warnings", text, text) for text in warnings]
     return entries
 
 

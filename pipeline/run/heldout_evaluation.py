@@ -165,7 +165,9 @@ class _Interruptible:
 
 def is_due(run: ResolvedRun, step: int) -> bool:
     """Tells whether the config asks for an evaluation after a step."""
-    every = run.config.evaluation.every
+    every, tokens = run.config.evaluation.every, run.config.evaluation.every_tokens
+    if tokens and run.accounts.tokens(step) // tokens > run.accounts.tokens(step - 1) // tokens:
+        return True
     return step == run.steps or bool(every and step % every == 0)
 
 

@@ -127,6 +127,8 @@ def import_checkpoint(
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"
         raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
+    if prepared.stages:
+        prepared = prepared.stages[prepared.run.accounts.stage(source.step)]
     check_config(source, wanted)
     matrices = matrices_of(prepared.model, settings.optimizer)
     kind = settings.optimizer.kind

@@ -25,6 +25,7 @@ from pipeline.config.sections.deepspeed import ZeroSection
 from pipeline.config.sections.run import ModelSection
 from pipeline.data.dataset import TokenDataset, tokenizer_details
 from pipeline.data.mixture import DataMixture, open_heldout
+from pipeline.data.sample_order import SampleOrder
 from pipeline.data.stage_mixtures import open_mixtures
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
@@ -72,6 +73,7 @@ class PreparedRun:
         logits: cached logits of a distillation that uses them; None in other runs.
         tasks: the tasks of `evaluation.tasks`, with their requests.
         stages: all stages of the run, this one included, in order; empty without stages, and within this list.
+        orders: order of the samples of every stage; of the run itself without stages.
     """
 
     run: ResolvedRun
@@ -89,6 +91,7 @@ class PreparedRun:
     logits: CachedLogits | None = None
     tasks: tuple[EncodedTask, ...] = ()
     stages: tuple[PreparedRun, ...] = ()
+    orders: tuple[SampleOrder, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -141,7 +144,8 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     curve = joined_curve([(each.run, each.curve) for each in made])
     check_run_dir(run.config.run, made[0].store, curve, steps=run.steps)
     parents = stage_parents([(each.run, each.parents) for each in made])
-    stages = tuple(replace(each, curve=curve, parents=parents) for each in made)
+    orders = tuple(each.mixture.order for each in made)
+    stages = tuple(replace(each, curve=curve, parents=parents, orders=orders) for each in made)
     return replace(stages[0], stages=stages) if run.stages else stages[0]
 
 

@@ -127,6 +127,8 @@ def _train_stages(
         here = first.at(checkpoint, border=border)
         if engine is None or here.prepared is not session.prepared:
             # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
+            if engine is not None:
+                engine.close()
             session, engine = here, None  # the memory of the stage before is free by now
             gc.collect()
             groups = mesh if here.prepared.run.same_mesh(first.prepared.run) else None  # else they are formed anew

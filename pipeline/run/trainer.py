@@ -97,7 +97,8 @@ class Trainer:
 
     def _begin(self, batch: StepBatch) -> None:
         self.here.watchdog.enter_phase("training", batch.step)
-        self.progress.begun = batch.step
+        self.progress.begun, span = batch.step, self.here.run.accounts.span(batch.step).first_step
+        self.progress.targets[span] = self.progress.targets.get(span, 0) + batch.targets
         with self.hooks.step(batch) as whole:
             self.stepper.begin(whole, lr=self.here.run.schedule.lr(batch.step), host_values=self._flags)
 

@@ -70,7 +70,13 @@ def test_rows_and_readers_count_every_step_as_it_was(whole: Path) -> None:
     assert rows[STEPS][2] == 0.0
     checkpoint = read_manifest(whole / f"checkpoints/step-{BORDER + 2:08}", kind="checkpoint")
     assert checkpoint.details["samples"] == rows[BORDER + 2][3]
-    assert [row["tokens"] for row in checkpoint.details["ledger"]] == [256, 1024, 512]
+    ledger = checkpoint.details["ledger"]
+    assert [row["tokens"] for row in ledger] == [256, 1024, 512]
+    assert [row["targets"] for row in ledger[:2]] == [256, 1024]
+    last = read_manifest(whole / f"checkpoints/step-{STEPS:08}", kind="checkpoint").details["ledger"][-1]
+    assert 0 < last["targets"] < last["tokens"] == 1536  # no target crosses a border of documents
+    windows = RunSamples.open(whole).mixtures[0].sources[0].windows
+    assert ledger[1]["epochs"] == [round(40 / windows, 6)]
     lineage = training_lineage(read_manifest(whole / "checkpoints" / f"step-{STEPS:08}", kind="checkpoint"))
     assert lineage["steps"][-1]["tokens"] == TOKENS  # what cards and the EU's summary name
     assert lineage["steps"][-1]["sequence_length"] == 64
@@ -164,6 +170,23 @@ def test_a_stage_in_another_layout_forms_its_groups_anew_and_follows_one_process
     lose_checkpoints_after(tmp_path / "run", BORDER - 2)
     launch("train.py", write_config(tmp_path / "c.json", config), processes=2)
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=FP32)
+
+
+def test_optimizer_states_start_at_zero_at_a_border_that_says_so(whole: Path, tokens: Path, tmp_path: Path) -> None:
+    config = staged_config(tokens, tmp_path / "run")
+    config["stages"][1]["optimizer_states"] = "fresh"
+    path, found = write_config(tmp_path / "c.json", config), []
+    for step in (BORDER - 1, BORDER):  # across the border, and a resume at it
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(whole, tmp_path / "run")
+        lose_checkpoints_after(tmp_path / "run", step)
+        said = launch("train.py", path, 'run.allow_change=["stages"]')
+        assert said.count("the optimizer's state starts at zero, as stage 'long' says") == 1
+        found.append(losses(tmp_path / "run"))
+    kept = losses(whole)
+    assert found[0] == found[1]
+    assert found[0][BORDER + 1] == kept[BORDER + 1]  # by the same weights; the next by another update
+    assert found[0][BORDER + 2] != kept[BORDER + 2]
 
 
 def killed(command: list[str], run: Path, moment: Callable[[], bool]) -> None:

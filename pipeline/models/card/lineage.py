@@ -122,7 +122,7 @@ def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
         "sequence_length": length,
         "tokens": tokens if ledger else samples * length if samples and length else None,
         "global_batch": config.get("train_batch_size") if not ledger else None,
-        "stages": [{key: row[key] for key in row if key != "first_step"} for row in ledger] or None,
+        "stages": [{key: row[key] for key in row if key not in ("first_step", "epochs")} for row in ledger] or None,
         "optimizer": optimizer.get("type"),
         "learning_rate": params.get("lr"),
         "weight_decay": params.get("weight_decay"),

@@ -179,7 +179,8 @@ def _data_entries(data: DataSection) -> Iterator[Entry]:
 def _evaluation_entry(section: EvaluationSection) -> Entry:
     if section.samples == 0:
         return Entry("evaluation", "none", {"every": None, "samples": 0})
-    when = f"every {section.every:,} steps and at the end" if section.every else "at the end"
+    spans = ((section.every, "steps"), (section.every_tokens, "tokens"))
+    when = "".join(f"every {number:,} {unit} and " for number, unit in spans if number) + "at the end"
     what = f"{section.samples:,} samples per source" if section.samples else "the whole held-out split"
     return Entry("evaluation", f"{when}, {what}", {"every": section.every, "samples": section.samples})
 
