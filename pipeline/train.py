@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
             from pipeline.engines.parallel.multi_token import training_loss  # noqa: PLC0415
             from pipeline.run.session import train  # noqa: PLC0415
 
-        return train(resolved, lambda *_rank: training_loss(resolved.config.loss), signals=signals)
+        return train(resolved, lambda run, *_rank: training_loss(run.run.config.loss), signals=signals)
 
 
 if __name__ == "__main__":

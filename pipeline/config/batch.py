@@ -72,6 +72,12 @@ class BatchSizes:
         """Returns this global batch divided into other shares."""
         return replace(self, shares=shares, accumulation=shares.most_micro_batches)
 
+    def with_samples(self, samples: int) -> BatchSizes:
+        """Returns the sizes of a step with another number of samples, in micro-batches of the same size."""
+        if samples == self.samples:
+            return self
+        return replace(self, samples=samples, accumulation=-(-samples // (self.micro * self.dp)))
+
     def __str__(self) -> str:
         split = f"micro-batch {self.micro} x accumulation {self.accumulation} x dp {self.dp}"
         padding = f" less {self.padding_rows} of {self.rows} rows, which are padding" if self.padding_rows else ""
@@ -104,7 +110,7 @@ def resolve_batch(
     Raises:
         ConfigError: the numbers do not divide or contradict each other; the error names the nearest valid ones.
     """
-    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    total, micro = config.largest_batch, config.train_micro_batch_size_per_gpu
     accumulation, length = config.gradient_accumulation_steps, config.data.sequence_length
     if config.parallel.elastic or config.launch.fallback_layouts:
         _require_fixed_sizes(config)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from foundation.errors import ConfigError
@@ -43,6 +43,7 @@ class Schedule:
         total: steps of the whole schedule.
         decay: steps of the final decay (WSD).
         end_ratio: final learning rate as a fraction of the peak (cosine, WSD).
+        begin: number of steps of the run before the schedule's first step, where an earlier stage has another schedule.
     """
 
     kind: str
@@ -53,30 +54,35 @@ class Schedule:
     total: int = 0
     decay: int = 0
     end_ratio: float = 0.0
+    begin: int = 0
 
     def lr(self, step: int) -> float:
-        """Returns the learning rate of update `step`, counted from 1."""
-        assert step >= 1
-        return _FORMULAS[self.kind](self, step)
+        """Returns the learning rate of update `step` of the run, counted from 1."""
+        assert step > self.begin
+        return _FORMULAS[self.kind](self, step - self.begin)
 
     def describe(self) -> dict[str, Any]:
         """Returns the numbers as plain JSON; `total` is None where the formula does not use it."""
-        fields = asdict(self)
+        fields = {key: value for key, value in asdict(self).items() if key != "begin" or value}
         return fields if self.kind in ("WarmupDecayLR", "WarmupCosineLR", "WSD") else {**fields, "total": None}
 
 
-def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | None) -> Schedule:
+def make_schedule(section: SchedulerSection | None, *, lr: float, steps: int | None, begin: int = 0) -> Schedule:
     """Makes the learning-rate schedule of a `scheduler` section; constant without a section.
 
     Args:
         section: the config's `scheduler`.
         lr: the optimizer's learning rate.
-        steps: length of the run in steps; None where it is unknown and the section has to give it.
+        steps: length of the run in steps, or of the stages that share the schedule; None where it is unknown and the
+            section has to give it.
+        begin: number of steps of the run before the schedule's first.
 
     Raises:
         ConfigError: the chosen type does not use a parameter, warmup and decay are longer than the run, the length is
             missing, or `_checked` refuses the schedule.
     """
+    if begin:
+        return replace(make_schedule(section, lr=lr, steps=steps), begin=begin)
     if section is None:
         return Schedule("constant", lr)
     kind, params = section.type, section.params

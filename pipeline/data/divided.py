@@ -1,8 +1,8 @@
-"""Steps of a run whose batch shares change: from a step on, every data-parallel rank reads its new share."""
+"""Steps of a run whose batch sizes change: shares that are measured anew, and the batch sizes of a ramp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.config.batch import BatchSizes
 from pipeline.data.loader import StepLoader
@@ -49,3 +49,18 @@ class DividedSteps:
                 step += 1
                 if self._current.sizes is not sizes:
                     break
+
+
+class JoinedSteps:
+    """Iterates over the steps of several loaders, one after another: a batch ramp has one for each batch size.
+
+    Args:
+        loaders: functions that make a loader; each is called once the loader before it has ended.
+    """
+
+    def __init__(self, loaders: Sequence[Callable[[], StepLoader]]) -> None:
+        self._loaders = loaders
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for load in self._loaders:
+            yield from load()

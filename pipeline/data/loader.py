@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.batch import BatchSizes
 from pipeline.config.topology import sequence_chunks
 from pipeline.data.dataset import TokenDataset, UnknownIdError, choose_windows
@@ -70,6 +71,7 @@ class StepLoader:
         mask_documents: whether to apply a document mask: positions restart in each document, and no target crosses a
             document boundary.
         skips: data steps that are skipped.
+        accounts: samples of every step of the run; None if all steps are like `batch`.
         logits: a teacher's cached logits, which are added to the micro-batches.
         target_sum: function that sums the targets of all ranks where they do not follow from a step's size (document
             mask, loss mask, packing, fill-in-the-middle); every rank then has to iterate. When None each rank counts
@@ -90,6 +92,7 @@ class StepLoader:
         zigzag: bool = False,
         mask_documents: bool = False,
         skips: Skips = NO_SKIPS,
+        accounts: StepAccounts | None = None,
         logits: TeacherLogits | None = None,
         target_sum: TargetSum | None = None,
         prefetch: int = 4,
@@ -111,6 +114,7 @@ class StepLoader:
             skips=skips,
             counts_own=self._target_sum is not None,
             documents=mask_documents or mixture.fim is not None,
+            accounts=accounts,
         )
 
     def __len__(self) -> int:

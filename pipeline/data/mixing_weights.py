@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from foundation.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.data import DataSection
-from pipeline.data.sample_order import SampleOrder
+from pipeline.data.sample_order import OrderStart, SampleOrder
 from pipeline.data.weighted_sources import MixtureStage
 
 _RELATIVE_TOLERANCE: Final = 1e-3
@@ -23,18 +24,30 @@ _SMALL: Final = 1 / 65_536
 
 @dataclass(frozen=True)
 class Extent:
-    """Length of a run: `steps` optimizer steps of `per_step` samples each."""
+    """Length of a run, or of a stage: `steps` optimizer steps of `per_step` samples each.
+
+    In a batch ramp, `per_step` is the largest batch, and `total` the number of samples.
+    """
 
     steps: int
     per_step: int
+    total: int | None = None
+
+    @classmethod
+    def of(cls, run: ResolvedRun) -> Extent:
+        """Returns the length of a run, or of the run's stage if it has stages."""
+        first, last, accounts = run.first_step, run.last_step, run.accounts
+        return cls(last + 1 - first, run.batch.samples, accounts.samples(last) - accounts.samples(first - 1))
 
     @property
     def samples(self) -> int:
-        """Samples of the whole run."""
-        return self.steps * self.per_step
+        """Samples of the whole run or stage."""
+        return self.steps * self.per_step if self.total is None else self.total
 
 
-def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: Extent | None) -> SampleOrder:
+def make_order(
+    data: DataSection, windows: Sequence[int], *, seed: int, extent: Extent | None, start: OrderStart | None = None
+) -> SampleOrder:
     """Makes the order in which a run draws samples from its sources.
 
     Args:
@@ -42,6 +55,7 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
         windows: number of windows of each source.
         seed: seed of the run.
         extent: length of the run; needed for a curriculum, budgets and limits.
+        start: where the order of a later stage begins.
 
     Raises:
         ConfigError: budgets do not fit the length of the run, or a source would be repeated too often or never drawn.
@@ -55,7 +69,7 @@ def make_order(data: DataSection, windows: Sequence[int], *, seed: int, extent: 
     elif any(source.epochs or source.tokens for source in data.sources):
         assert extent is not None, "the mixing weight of a budget depends on the length of the run"
         stages = [MixtureStage(0, _shares(data, windows, extent))]
-    order = SampleOrder(windows, weights=stages[0].weights, seed=seed, later=stages[1:])
+    order = SampleOrder(windows, weights=stages[0].weights, seed=seed, later=stages[1:], start=start)
     if extent is not None:
         _check_drawn(data, order, stages, extent)
         _check_limits(data, order, extent)
@@ -120,7 +134,7 @@ def _never_drawn(data: DataSection, stage: MixtureStage, *, number: int, which: 
 
 
 def _check_limits(data: DataSection, order: SampleOrder, extent: Extent) -> None:
-    drawn = order.samples_drawn(extent.samples)
+    drawn = order.samples_seen(extent.samples)
     for number, source in enumerate(data.sources):
         if source.max_epochs is None:
             continue
@@ -135,7 +149,7 @@ def _check_limits(data: DataSection, order: SampleOrder, extent: Extent) -> None
 
 def _remedy(data: DataSection, order: SampleOrder, extent: Extent, *, number: int, most: float) -> str:
     def drawn(step: int) -> int:
-        return int(order.samples_drawn(step * extent.per_step)[number])
+        return int(order.samples_seen(step * extent.per_step)[number])
 
     source, fits = data.sources[number], []
     budgets = any(s.epochs or s.tokens for s in data.sources)

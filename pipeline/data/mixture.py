@@ -24,7 +24,7 @@ from pipeline.data.in_place import InPlace
 from pipeline.data.mixing_weights import Extent, make_order
 from pipeline.data.packed import PackedDataset
 from pipeline.data.remote_shards import RemoteShards, masks
-from pipeline.data.sample_order import SampleLocation, SampleOrder
+from pipeline.data.sample_order import OrderStart, SampleLocation, SampleOrder
 from pipeline.data.span_cache import Bytes
 
 
@@ -171,13 +171,21 @@ class DataMixture:
         return sum(s.tokens for s in self.sources)
 
 
-def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None, stat_files: bool = True) -> DataMixture:
+def open_mixture(
+    data: DataSection,
+    *,
+    seed: int,
+    extent: Extent | None = None,
+    start: OrderStart | None = None,
+    stat_files: bool = True,
+) -> DataMixture:
     """Opens every source's train split.
 
     Args:
         data: the config's section.
         seed: seed of the run.
         extent: length of the run; needed for a curriculum, for budgets, and to check limits on repetition.
+        start: where the order of a later stage begins.
         stat_files: whether to compare the sizes of the files with the manifests now.
 
     Raises:
@@ -192,7 +200,7 @@ def open_mixture(data: DataSection, *, seed: int, extent: Extent | None = None, 
     if data.fim is not None and any(dataset.masked for dataset in opened):
         why = "conversations have a loss mask, which fill-in-the-middle would misalign"
         raise ConfigError("data.fim", why=why, remedy="remove the section, or the sources of conversations")
-    order = make_order(data, [dataset.windows for dataset in opened], seed=seed, extent=extent)
+    order = make_order(data, [dataset.windows for dataset in opened], seed=seed, extent=extent, start=start)
     return DataMixture(opened, order=order, fim=_make_fim(data, opened[0], seed=seed), remote=remote)
 
 

@@ -10,13 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.config.accounts import StepAccounts
+
 
 @dataclass(frozen=True)
 class Skip:
-    """From step `at` on, `steps` more data steps are skipped."""
+    """From step `at` on, `steps` more data steps are skipped.
+
+    Attributes:
+        samples: number of skipped samples; None where all steps of the run have the same number.
+    """
 
     at: int
     steps: int
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Skips:
         """Returns the data step, from 1, that a step trains on."""
         return step + sum(skip.steps for skip in self.skips if skip.at <= step)
 
-    def past(self, bad_step: int, *, since: int) -> Skips:
+    def past(self, bad_step: int, *, since: int, accounts: StepAccounts | None = None) -> Skips:
         """Adds a skip of all data from a checkpoint up to and including a bad step.
 
         Skips after the checkpoint are dropped, since the new one covers their data.
@@ -37,25 +44,45 @@ class Skips:
         Args:
             bad_step: a step after the checkpoint.
             since: the step of the checkpoint.
+            accounts: samples of every step; None where all have the same number.
         """
         assert since < bad_step, (since, bad_step)
         window = self.data_step(bad_step) - self.data_step(since + 1) + 1
         before = (skip for skip in self.skips if skip.at <= since + 1)
-        return Skips((*before, Skip(since + 1, window)))
+        samples = None
+        if accounts is not None and not accounts.constant_batch:
+            samples = self.consumed(bad_step, accounts) - self.samples(since + 1, accounts)[0]
+        return Skips((*before, Skip(since + 1, window, samples)))
 
-    def samples(self, step: int, *, per_step: int) -> range:
-        """Returns the global sample numbers of a step of `per_step` samples."""
-        first = (self.data_step(step) - 1) * per_step
-        return range(first, first + per_step)
+    def samples(self, step: int, accounts: StepAccounts) -> range:
+        """Returns the global sample numbers of a step.
+
+        Args:
+            step: a step of the run, from 1.
+            accounts: samples of every step.
+        """
+        end = self.consumed(step, accounts)
+        return range(end - accounts.samples_in(step), end)
+
+    def consumed(self, step: int, accounts: StepAccounts) -> int:
+        """Returns the number of samples in the run's order up to the end of a step, skipped samples included."""
+        if accounts.constant_batch:
+            return self.data_step(step) * accounts.samples_in(step)
+        skipped = (
+            skip.steps * accounts.samples_in(skip.at) if skip.samples is None else skip.samples
+            for skip in self.skips
+            if skip.at <= step
+        )
+        return accounts.samples(step) + sum(skipped)
 
     def plain(self) -> list[list[int]]:
-        """Returns the skips as plain JSON: [[at, steps], ...]."""
-        return [[skip.at, skip.steps] for skip in self.skips]
+        """Returns the skips as plain JSON: [[at, steps], ...], with a third number, samples, where it is known."""
+        return [[skip.at, skip.steps, *([] if skip.samples is None else [skip.samples])] for skip in self.skips]
 
     @classmethod
     def of(cls, plain: Iterable[Sequence[int]] | None) -> Skips:
         """Makes skips from the lists that `plain` returns; None gives no skips."""
-        return cls(tuple(Skip(int(at), int(steps)) for at, steps in plain or ()))
+        return cls(tuple(Skip(*map(int, each)) for each in plain or ()))
 
 
 NO_SKIPS = Skips()

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.batch import BatchSizes
 from pipeline.data.mixture import DataMixture
 from pipeline.data.read_ahead import Index
@@ -33,6 +34,7 @@ class StepSamples:
         skips: data steps that are skipped.
         counts_own: whether the rank counts only the targets of its own samples, not of the whole step.
         documents: whether document boundaries of the samples are read.
+        accounts: samples of every step of the run; None if all steps are like `batch`.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class StepSamples:
         skips: Skips,
         counts_own: bool,
         documents: bool,
+        accounts: StepAccounts | None = None,
     ) -> None:
         self._mixture, self._batch, self._skips = mixture, batch, skips
+        self._accounts = accounts or StepAccounts.constant(batch.samples, batch.sequence_length, steps[1])
         self._first, self._last = steps
         self._counts_own, self._documents = counts_own, documents
         self._of_rows = samples_of_rows(batch, dp_rank)
@@ -67,7 +71,7 @@ class StepSamples:
         return np.asarray(self._first_sample(step) + self._of_rows[~self.padding], dtype=np.int64)
 
     def _first_sample(self, step: int) -> int:
-        return self._skips.samples(step, per_step=self._batch.samples)[0]
+        return self._skips.samples(step, self._accounts)[0]
 
     def rows(self, step: int) -> npt.NDArray[np.int64]:
         """Returns the global sample numbers of this rank's rows of a step; padding rows repeat the last sample."""

@@ -291,6 +291,10 @@ class Engine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Releases the memory that references from outside Python would keep; the engine is not used any more."""
+        ...
+
     def edit_state(self) -> AbstractContextManager[State]:
         """Yields this rank's named shards, to be changed in place; the engine uses the changed values after the block.
 
@@ -309,7 +313,10 @@ class Engine(Protocol):
 
 
 class TrainsStepByStep:
-    """Mixin with the `train_step` of an engine that has `begin_step`."""
+    """Mixin with the `train_step` of an engine that has `begin_step`, and a `close` for one that Python frees."""
+
+    def close(self) -> None:
+        """Implements `Engine.close`."""
 
     def train_step(self, step: StepBatch, *, lr: float, limits: UpdateLimits = NO_LIMITS) -> StepResult:
         """Implements `Engine.train_step`."""

@@ -31,13 +31,16 @@ VOCAB_MULTIPLE = 64
 """Number to whose multiple a default vocabulary size is rounded up, to align the head's matrix products."""
 
 
-def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], sequence_length: int) -> PretrainedConfig:
+def resolve_hf_config(
+    section: ModelSection, *, tokenizer: dict[str, Any], sequence_length: int, changes: HfFields | None = None
+) -> PretrainedConfig:
     """Makes the config of the model to train.
 
     Args:
         section: the validated `model` section.
         tokenizer: the dataset's tokenizer section: vocab_size, bos_id, eos_id, pad_id.
         sequence_length: T, which must not exceed the model's positions.
+        changes: keys by which a stage's config differs from that of `model.path`.
 
     Raises:
         ConfigError: an architecture or key is unknown, or the vocabulary is smaller than the dataset's tokenizer or
@@ -57,6 +60,7 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
             _refuse_whole(section, config.model_type)
             config = keep_layers(config, section.keep_layers)
         _refuse_several_modalities(config, folder=True)
+        config = _changed(config, changes or {})
     if config.vocab_size < tokenizer["vocab_size"]:
         why = f"the dataset's tokenizer has {tokenizer['vocab_size']} ids"
         field, remedy = "model.config.vocab_size", "leave it out: it is then taken from the tokenizer"
@@ -67,6 +71,24 @@ def resolve_hf_config(section: ModelSection, *, tokenizer: dict[str, Any], seque
         raise ConfigError(field, section.path or config.vocab_size, why=why, remedy=remedy)
     check_model_config(_shared_fields(config), sequence_length=sequence_length)
     return config
+
+
+def _changed(config: PretrainedConfig, changes: HfFields) -> PretrainedConfig:
+    """Returns a config with other values of some keys; objects inside it are merged key by key."""
+    if not changes:
+        return config
+    _refuse_unknown_keys(config.model_type, changes)
+    fields = {
+        key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")
+    }
+    for key, value in changes.items():
+        before = fields.get(key)
+        fields[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    try:
+        return AutoConfig.for_model(config.model_type, **fields)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"transformers refuses it: {one_line(error)}"
+        raise ConfigError("model.config", changes, why=why, remedy="correct the field it names") from None
 
 
 def read_hf_config(folder: str | Path, *, dequantized: bool = False) -> PretrainedConfig:

@@ -17,9 +17,9 @@ from foundation.quick_imports import quick_imports
 from foundation.remote_run import remote_checkpoints, up_to_date
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.past_stages import continued
 from pipeline.config.rules.expert_exchange import expert_exchange
-from pipeline.config.rules.resolve import resolve
-from pipeline.config.sections.data import DataSection
+from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.optimizers import UpdateScope
 from pipeline.plan.fake_gpu.requirements import check_exact
 from pipeline.plan.imbalance import add_imbalance_argument, with_imbalance
@@ -86,7 +86,8 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     """
     config = loaded.config
     processes = arguments.processes or detect().world_size
-    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
+    run_dir = up_to_date(config.run.dir)
+    config, begun = continued(config, run_dir), has_begun(run_dir, config=config)
     resolved = resolve(config, world_size=processes, begun=begun)
     resolved = with_imbalance(resolved, arguments.imbalance)
     if arguments.exact:
@@ -102,7 +103,7 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
     entries += [Entry("differs", text, text) for text in loaded.differs]
     entries += resolved_entries(resolved)
     if not arguments.rules_only:
-        _check_data(config.data, seed=config.run.seed, steps=resolved.steps, samples=resolved.batch.samples)
+        _check_data(resolved)
         with quick_imports():
             from pipeline.run.before.advice import advice  # noqa: PLC0415  imports torch, which takes seconds
             from pipeline.run.before.generation_cost import generation_entries  # noqa: PLC0415
@@ -120,16 +121,16 @@ def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:
             entries += memory_entries(resolved, prepared.model, memory=device_memory)
         entries += teacher_entries(prepared, memory=device_memory)
         entries += [*generation_entries(prepared), *task_entries(prepared)]
-        entries += [Entry("warnings", text, text) for text in advice(prepared)]
+        warnings = dict.fromkeys(text for stage in prepared.stages or (prepared,) for text in advice(stage))
+        entries += [Entry("warnings", text, text) for text in warnings]
     return entries
 
 
-def _check_data(data: DataSection, *, seed: int, steps: int, samples: int) -> None:
+def _check_data(resolved: ResolvedRun) -> None:
     """Refuses missing or unfit data as `prepare` does, but before torch is imported, which takes seconds."""
-    from pipeline.data.mixing_weights import Extent  # noqa: PLC0415
-    from pipeline.data.mixture import open_mixture  # noqa: PLC0415  imports numpy
+    from pipeline.data.stage_mixtures import open_mixtures  # noqa: PLC0415  imports numpy
 
-    open_mixture(data, seed=seed, extent=Extent(steps, samples), stat_files=False)
+    open_mixtures(resolved, stat_files=False)
 
 
 def _exact_entries(

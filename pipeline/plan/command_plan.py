@@ -139,7 +139,7 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
         machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
         nodes = arguments.nodes
 
-    return open_run(
+    planned = open_run(
         arguments.config,
         overrides,
         machine,
@@ -147,6 +147,10 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
         processes=arguments.processes,
         imbalance=arguments.imbalance,
     )
+    if planned.run.stages and (_several(arguments) or arguments.search):
+        why = "machines and layouts are compared for a run whose steps are all alike"
+        raise ConfigError("stages", why=why, remedy="plan each stage alone: --set stages=null, and its keys")
+    return planned
 
 
 def _several(arguments: argparse.Namespace) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from pipeline.plan.laws.law_warnings import Training
 from pipeline.plan.laws.laws import chinchilla_loss
 from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
 from pipeline.plan.predict.failures import UnderFailures, under_failures
-from pipeline.plan.predict.interval import Interval
+from pipeline.plan.predict.interval import Interval, days_text, hours_text, seconds_text
 from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import Plan, make_plan
 from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.changes import Change, nearest_change
 from pipeline.plan.search.fewest_nodes import fewest_nodes
+from pipeline.plan.stage_plans import PlannedStage, planned_stages, stage_lines, stages_json, total_of
 from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.runtime.machines.machine import Machine
 
@@ -36,6 +37,7 @@ class Report:
             run fits, the change makes it fit, or no number of nodes is enough.
         training: hyperparameters for the published laws; None where the laws do not apply.
         failures: goodput, time and GPU-hours with failures of nodes; None on a CPU.
+        stages: plan of each stage; empty for a run without stages. `plan` is then that of the first.
     """
 
     planned: PlannedRun
@@ -46,6 +48,7 @@ class Report:
     nodes: tuple[int, dict[str, Any]] | None
     training: Training | None
     failures: UnderFailures | None
+    stages: list[PlannedStage]
 
 
 def report_of(planned: PlannedRun, *, price: float | None = None, margin: float = 0.0) -> Report:
@@ -65,7 +68,9 @@ def report_of(planned: PlannedRun, *, price: float | None = None, margin: float 
     failures = under_failures(plan, nodes=planned.nodes) if planned.machine.gpu else None
     best = planned.machine.as_best_published()
     fastest = None if best is None else make_plan(planned.run, planned.costs, best).tokens_per_s
-    return Report(planned, plan, fastest, change, price, nodes, training_of_plan(planned), failures)
+    return Report(
+        planned, plan, fastest, change, price, nodes, training_of_plan(planned), failures, planned_stages(planned)
+    )
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -77,21 +82,17 @@ def lines(report: Report) -> Iterator[str]:
     yield from _memory(report)
     if planned.run.topology.ep > 1:
         yield _line("expert load", _load(planned).text)
-    yield _line("step", plan.step_s.shown(_seconds))
+    yield _line("step", plan.step_s.shown(seconds_text))
     for name, seconds in plan.split.items():
         if seconds.high > 0:
-            yield _line("", f"{name} {seconds.shown(_seconds)}, {seconds.typical / plan.step_s.typical:.1%}")
+            yield _line("", f"{name} {seconds.shown(seconds_text)}, {seconds.typical / plan.step_s.typical:.1%}")
     yield _line("speed", plan.tokens_per_s.shown(lambda each: f"{each:,.0f}") + " tokens/s")
     if report.best is not None:
         speed = report.best.shown(lambda each: f"{each:,.0f}")
         yield _line("", f"the best published runs of other engines would reach {speed} tokens/s in this layout")
     if plan.mfu is not None:
         yield _line("MFU", plan.mfu.shown(lambda each: f"{each:.1%}"))
-    yield _line("run", f"{plan.tokens:,} tokens: {plan.days.shown(days_text)}, {hours_text(plan.gpu_hours)} GPU-hours")
-    if report.price is not None:
-        yield _line("money", money_text(plan, report.price))
-    if report.failures is not None:
-        yield _line("failures", _failures(report.failures, report.price))
+    yield from _costs(report)
     if report.training is not None:
         yield _line("more", _more(report.training))
     yield _line("bound by", plan.binding)
@@ -100,6 +101,18 @@ def lines(report: Report) -> Iterator[str]:
     yield _line("intervals", intervals_from(planned.machine))
     if report.training is not None:
         yield from (_line(label, text) for label, text in law_lines(report.training))
+
+
+def _costs(report: Report) -> Iterator[str]:
+    plan = report.plan
+    yield from (_line(label, text) for label, text in stage_lines(report.stages))
+    if not report.stages:
+        cost = f"{plan.days.shown(days_text)}, {hours_text(plan.gpu_hours)} GPU-hours"
+        yield _line("run", f"{plan.tokens:,} tokens: {cost}")
+    if report.price is not None:
+        yield _line("money", money_text(plan, report.price, report.stages))
+    if report.failures is not None and not report.stages:
+        yield _line("failures", _failures(report.failures, report.price))
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -150,6 +163,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "fewest_nodes": None if report.nodes is None else {"nodes": report.nodes[0], "sets": report.nodes[1]},
         "notes": list(planned.notes),
         "intervals": intervals_from(planned.machine),
+        "stages": stages_json(report.stages),
         "laws": None if report.training is None else laws_json(report.training),
     }
 
@@ -211,7 +225,7 @@ def _helps(report: Report) -> Iterator[str]:
     change, plan = report.change, report.plan
     if change is not None:
         gain = plan.step_s.typical / change.step_s - 1
-        speed = f"{gain:+.0%} tokens/s" if plan.memory.fits else f"a step of {_seconds(change.step_s)}"
+        speed = f"{gain:+.0%} tokens/s" if plan.memory.fits else f"a step of {seconds_text(change.step_s)}"
         yield _line("would help", f"{change} ({speed}, a peak of {shown_bytes(change.peak)})")
     elif not plan.memory.fits:
         yield _line("would help", "no change of one or two settings on these nodes")
@@ -222,9 +236,10 @@ def _helps(report: Report) -> Iterator[str]:
         yield _line("fewest nodes", f"{nodes} of these would hold it, e.g. --nodes {nodes} {as_sets(sets)}")
 
 
-def money_text(plan: Plan, price: float) -> str:
-    """The cost of a run at a price per GPU-hour, with its interval."""
-    return f"{money_of(plan.gpu_hours, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
+def money_text(plan: Plan, price: float, stages: Sequence[PlannedStage] = ()) -> str:
+    """The cost of a run, or of all its stages, at a price per GPU-hour, with its interval."""
+    hours = total_of(stages, "gpu_hours") if stages else plan.gpu_hours
+    return f"{money_of(hours, price).shown(lambda each: f'{each:,.0f}')} at {price:g} an hour"
 
 
 def money_of(gpu_hours: Interval, price: float) -> Interval:
@@ -246,22 +261,6 @@ def _more(training: Training, share: float = 0.1) -> str:
     gain = chinchilla_loss(training.parameters, training.tokens)
     gain -= chinchilla_loss(training.parameters, (1 + share) * training.tokens)
     return f"{share:.0%} more tokens, time and money: {gain:.3f} nats less by the Chinchilla law"
-
-
-def hours_text(hours: Interval) -> str:
-    """GPU-hours with their interval."""
-    return hours.shown(lambda each: f"{each:,.1f}" if each < 100 else f"{each:,.0f}")
-
-
-def days_text(days: float) -> str:
-    """A duration in days, hours or minutes."""
-    if days >= 2:
-        return f"{days:,.1f} days"
-    return f"{days * 24:,.1f} h" if days * 24 >= 1 else f"{days * 1440:,.1f} min"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
 def _line(label: str, text: str) -> str:

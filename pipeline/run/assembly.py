@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 def open_services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
     """Opens the tracking services that the config enables; `stack` closes them."""
-    config = prepared.run.config
+    config, written = prepared.run.config, prepared.run.written_config.model_dump(mode="json")
     sinks: list[WandbSink | TensorBoardSink] = []
     if config.wandb.enabled:
-        sinks.append(WandbSink(config.wandb, prepared.run_dir, config=config.model_dump(mode="json")))
+        sinks.append(WandbSink(config.wandb, prepared.run_dir, config=written))
     if config.tensorboard.enabled:
         sinks.append(TensorBoardSink(config.tensorboard, run_dir=str(prepared.run_dir)))
     for sink in sinks:
@@ -72,7 +72,7 @@ def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> Gu
         here.engine,
         run.config.anomalies,
         fp16=run.config.fp16.enabled,
-        samples=run.batch.samples,
+        accounts=run.accounts,
         skips=skips,
         record=here.record,
         can_roll_back=has_checkpoint,
@@ -118,7 +118,9 @@ def make_trainer(
         journal: no checkpoint is committed before the rows of its steps are in it; None on every rank but rank 0.
     """
     run, attempt = here.run, here.attempt
-    progress = Progress(group.step if group else here.done)
+    ledger = here.checkpoint.manifest.details.get("ledger", ()) if here.checkpoint else ()
+    targets = {row["first_step"]: row["targets"] for row in ledger if "targets" in row}
+    progress = Progress(group.step if group else here.done, targets=targets)
     saves = CheckpointSaves(
         here,
         stepper=stepper,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.config.batch import BatchSizes, part_of_batch
 from pipeline.config.rules.layout import micro_batch_constraints
 from pipeline.data.dataset import TokenDataset
-from pipeline.data.divided import CurrentBatch, DividedSteps
+from pipeline.data.divided import CurrentBatch, DividedSteps, JoinedSteps
 from pipeline.data.loader import StepLoader, TargetSum, heldout_batches
-from pipeline.data.micro_batch import MicroBatch
+from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.data.skips import NO_SKIPS, Skips, skips_of
 from pipeline.engines.parallel.compilation import compiles
 from pipeline.run.prepare import PreparedRun
@@ -49,20 +49,23 @@ class RankBatches:
         """Held-out splits of all sources."""
         return self.prepared.heldout
 
-    def training(self, *, first_step: int, skips: Skips) -> StepLoader | DividedSteps:
-        """Returns the batches from `first_step` to the run's last step, without the data that `skips` leaves out."""
-        return self._steps(first_step, self.prepared.run.steps, skips=skips)
+    def training(self, *, first_step: int, skips: Skips) -> Iterable[StepBatch]:
+        """Returns the batches from `first_step` to the stage's last step, without the data that `skips` leaves out."""
+        return self._steps(first_step, self.prepared.run.last_step, skips=skips)
 
-    def slots(self, first: int, last: int) -> StepLoader | DividedSteps:
+    def slots(self, first: int, last: int) -> Iterable[StepBatch]:
         """Returns the batches of global batches `first` to `last` in sample order, counted from 1, without skips."""
         return self._steps(first, last, skips=NO_SKIPS)
 
-    def _steps(self, first: int, last: int, *, skips: Skips) -> StepLoader | DividedSteps:
+    def _steps(self, first: int, last: int, *, skips: Skips) -> Iterable[StepBatch]:
         if self.current is not None:
             return DividedSteps(partial(self._load, skips=skips), self.current, steps=(first, last))
         topology = self.prepared.run.topology
         target_sum = partial(_begin_sum, copies=topology.world_size // topology.dp) if topology.dp > 1 else None
-        return self._load(self.prepared.run.batch, (first, last), skips=skips, target_sum=target_sum)
+        load, run = partial(self._load, skips=skips, target_sum=target_sum), self.prepared.run
+        parts = run.accounts.parts(first, last) if run.ramps else ()
+        loaders = [partial(load, run.batch_of(begin), (begin, end)) for begin, end, _ in parts]
+        return JoinedSteps(loaders) if loaders else load(run.batch, (first, last))
 
     def part(self, ranges: Sequence[tuple[int, int]], steps: tuple[int, int], *, skips: Skips) -> StepLoader:
         """Returns the batches of some samples of each step, which one replica of the model runs.
@@ -89,6 +92,7 @@ class RankBatches:
             **self._position(),
             steps=steps,
             skips=skips,
+            accounts=self.prepared.run.accounts,
             logits=self.prepared.logits,
             target_sum=target_sum,
             prefetch=self.prepared.run.config.data.prefetch,

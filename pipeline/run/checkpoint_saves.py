@@ -27,11 +27,13 @@ class Progress:
         step: the last finished step.
         begun: the last step that was begun; flags in its result date from that moment.
         advanced: the last step begun when a save was advanced; flags of steps up to it are out of date.
+        targets: first step of a span of equal steps -> targets of its steps that were begun.
     """
 
     step: int
     begun: int = 0
     advanced: int = 0
+    targets: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ class CheckpointSaves:
     def _described(self, step: int) -> CheckpointInfo:
         groups = self.group.details() if self.group else None
         skips, anomalies = self.stepper.skips, self.stepper.state_dict()
-        return self.manifest.checkpoint(step, skips=skips, anomalies=anomalies, groups=groups)
+        targets = self.progress.targets
+        return self.manifest.checkpoint(step, skips=skips, anomalies=anomalies, groups=groups, targets=targets)
 
     @property
     def _state(self) -> Callable[[], State]:

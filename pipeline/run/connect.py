@@ -34,10 +34,12 @@ def check_and_prepare(run: ResolvedRun, launch: Launch) -> tuple[PreparedRun, to
     """
     gpu = has_gpu(run.config.launch)
     prepared = prepare(run)
-    check_node(prepared)
+    for stage in prepared.stages or (prepared,):
+        check_node(stage)
     notes = prepared.notes + set_up_allocator(gpu=gpu)
     device = pick_device(launch, run.config.launch)
-    check_device(prepared, device)
+    for stage in prepared.stages or (prepared,):
+        check_device(stage, device)
     return prepared, device, notes + bind_to_gpu(device.index, run.config.launch)
 
 

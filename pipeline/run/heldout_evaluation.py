@@ -12,10 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.dataset import TokenDataset
 from pipeline.engines.base import EvaluationSums
 from pipeline.run.batches import RankBatches
 from pipeline.run.checkpoint_saves import CheckpointSaves
+from pipeline.run.prepare import PreparedRun
 from pipeline.run.rank_of_run import RankOfRun
 from pipeline.runtime.faults.stop_signals import Stop
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
@@ -49,8 +51,7 @@ class HeldOutEvaluation:
 
     def due(self, step: int) -> bool:
         """Tells whether there is an evaluation after a step; never without held-out data or tasks."""
-        every, last = self.here.run.config.evaluation.every, self.here.run.steps
-        return bool(self.kinds) and (step == last or bool(every and step % every == 0))
+        return bool(self.kinds) and is_due(self.here.run, step)
 
     def written(self, step: int) -> set[str]:
         """Returns the kinds of evaluation rows that the journal already has for a step. Collective."""
@@ -59,8 +60,7 @@ class HeldOutEvaluation:
     @property
     def kinds(self) -> list[str]:
         """Kinds of the journal's rows that an evaluation writes."""
-        tasks = () if self.tasks is None else self.tasks.tasks
-        return [HELD_OUT] * bool(self.batches.heldout) + [f"{TASK}{task.name}" for task in tasks]
+        return kinds_of(self.here.prepared)
 
     def evaluate(self, step: int, *, written: Collection[str] = ()) -> Stop:
         """Evaluates the held-out splits, then task after task. Collective.
@@ -187,6 +187,27 @@ class _Interruptible:
             stop, busy = self._said.read()
             self._said, self.stop = None, max(self.stop, Stop(int(stop)))
             self._evaluation.saves.advance(busy=bool(busy))  # commits a save in progress before the evaluation ends
+
+
+def is_due(run: ResolvedRun, step: int) -> bool:
+    """Tells whether the config asks for an evaluation after a step."""
+    every, tokens = run.config.evaluation.every, run.config.evaluation.every_tokens
+    if tokens and run.accounts.tokens(step) // tokens > run.accounts.tokens(step - 1) // tokens:
+        return True
+    return step == run.steps or bool(every and step % every == 0)
+
+
+def kinds_of(prepared: PreparedRun) -> list[str]:
+    """Kinds of the journal's rows that an evaluation of a run writes."""
+    return [HELD_OUT] * bool(prepared.heldout) + [f"{TASK}{task.name}" for task in prepared.tasks]
+
+
+def is_unfinished(prepared: PreparedRun, step: int) -> bool:
+    """Tells whether the journal lacks results of the evaluation after a step. Collective."""
+    kinds = kinds_of(prepared)
+    if step == 0 or not kinds or not is_due(prepared.run, step):
+        return False
+    return len(on_rank_zero(partial(_written, kinds, prepared.run_dir, step))) < len(set(kinds))
 
 
 def _written(kinds: Sequence[str], run_dir: Path, step: int) -> set[str]:

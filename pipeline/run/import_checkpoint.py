@@ -28,6 +28,7 @@ from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
 from pipeline.checkpoint.write.write_shards import write_metadata
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
 from pipeline.data.skips import NO_SKIPS, Skip, Skips
@@ -126,6 +127,8 @@ def import_checkpoint(
     if not 0 < source.step < prepared.run.steps:
         why = f"{source.path} is of step {source.step:,}"
         raise ConfigError("run.steps", prepared.run.steps, why=why, remedy=f"use more than {source.step:,}")
+    if prepared.stages:
+        prepared = prepared.stages[prepared.run.accounts.stage(source.step)]
     check_config(source, wanted)
     matrices = matrices_of(prepared.model, settings.optimizer)
     kind = settings.optimizer.kind
@@ -137,7 +140,7 @@ def import_checkpoint(
     if scaler.enabled:
         own = source.loss_scale
         tensors[LOSS_SCALE] = stored(scaler.to_tensor() if own is None else torch.tensor(own, dtype=torch.float64))
-    skips = _skips(source, per_step=prepared.run.batch.samples)
+    skips = _skips(source, accounts=prepared.run.accounts)
     origin = {"kind": source.kind, "path": str(source.path), "step": source.step, "fingerprint": _print_of(source.path)}
     manifest = RunManifest(prepared, 0, imported=origin)
     info = manifest.checkpoint(source.step, skips=skips, anomalies={})
@@ -146,10 +149,12 @@ def import_checkpoint(
     return Imported(checkpoint, tuple(_lines(source, prepared, skips)))
 
 
-def _skips(source: SourceCheckpoint, *, per_step: int) -> Skips:
+def _skips(source: SourceCheckpoint, *, accounts: StepAccounts) -> Skips:
     """Returns the data to skip: the run continues after as many samples as the checkpoint was trained on."""
-    ahead = -(-(source.samples or 0) // per_step) - source.step
-    return Skips((Skip(source.step + 1, ahead),)) if ahead > 0 else NO_SKIPS
+    per_step = accounts.samples_in(source.step + 1)
+    ahead = -(-((source.samples or 0) - accounts.samples(source.step)) // per_step)
+    samples = None if accounts.constant_batch else ahead * per_step
+    return Skips((Skip(source.step + 1, ahead, samples),)) if ahead > 0 else NO_SKIPS
 
 
 def _print_of(folder: Path) -> str:
@@ -197,11 +202,12 @@ def _with_step(source: SourceCheckpoint, given: int | None) -> SourceCheckpoint:
 
 def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> str:
     """Tells where in the data the run continues."""
-    samples = skips.data_step(source.step + 1) * prepared.run.batch.samples - prepared.run.batch.samples
+    samples = skips.samples(source.step + 1, prepared.run.accounts)[0]
     text = f"goes on with sample {samples:,} of this run's order"
     if source.samples is None or samples == source.samples:
         return text
-    return f"{text}, by whole batches of {prepared.run.batch.samples:,}; it was trained on {source.samples:,}"
+    batch = prepared.run.accounts.samples_in(source.step + 1)
+    return f"{text}, by whole batches of {batch:,}; it was trained on {source.samples:,}"
 
 
 def write_checkpoint(

@@ -40,9 +40,11 @@ class RunManifest:
             return
         prepared, run = self.prepared, self.prepared.run
         details: dict[str, Any] = {"step": step, "steps": run.steps, "finished": step == run.steps}
+        if run.place is not None:  # absent from other runs, whose steps are all alike
+            details["ledger"] = run.accounts.ledger(run.steps)
         if self.stages is not None:
             details["stages"] = self.stages.row()
-        config = run.config.model_dump(mode="json")
+        config = run.written_config.model_dump(mode="json")
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 
     def write_if_possible(self, step: int, warn: Callable[[str], None]) -> None:
@@ -53,7 +55,13 @@ class RunManifest:
             warn(f"warning: the manifest of {self.prepared.run_dir} cannot be written: {error}")
 
     def checkpoint(
-        self, step: int, *, skips: Skips, anomalies: Mapping[str, Any], groups: dict[str, Any] | None = None
+        self,
+        step: int,
+        *,
+        skips: Skips,
+        anomalies: Mapping[str, Any],
+        groups: dict[str, Any] | None = None,
+        targets: Mapping[int, int] | None = None,
     ) -> CheckpointInfo:
         """Returns the details for the manifest of the checkpoint of `step`, besides its files.
 
@@ -62,11 +70,12 @@ class RunManifest:
             skips: data that the run has left out.
             anomalies: statistics of losses and gradient norms, as plain JSON.
             groups: position of an island or a replica among others, as plain JSON; None in an ordinary run.
+            targets: first step of a span of equal steps -> tokens trained in it that were targets, as far as counted.
         """
         prepared, run = self.prepared, self.prepared.run
         details = {
             "step": step,
-            "samples": skips.data_step(step) * run.batch.samples,
+            "samples": skips.consumed(step, run.accounts),
             "skips": skips.plain(),
             "anomalies": dict(anomalies),
             "topology": str(run.topology),
@@ -80,5 +89,17 @@ class RunManifest:
             details["extra_weights"] = prepared.extra_weights
         if self.imported is not None:
             details[IMPORTED] = dict(self.imported)
+        if run.place is not None:  # absent from other runs, whose steps are all alike
+            details["ledger"] = self._ledger(step, skips, targets or {})
         details |= groups or {}
-        return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)
+        return CheckpointInfo(step, run.written_config.model_dump(mode="json"), prepared.parents, details)
+
+    def _ledger(self, step: int, skips: Skips, targets: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Returns the record of the first steps: spans, their tokens and targets, each source's epochs at their end."""
+        accounts, orders, rows = self.prepared.run.accounts, self.prepared.orders, []
+        for row in accounts.ledger(step):
+            order, last = orders[accounts.stage(row["first_step"])], row["last_step"]
+            epochs = order.epochs(skips.consumed(last, accounts) - order.start.first)
+            counted = {"targets": targets[row["first_step"]]} if row["first_step"] in targets else {}
+            rows.append({**row, **counted, "epochs": [round(each, 6) for each in epochs]})
+        return rows

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.data.mixing_weights import Extent
 from pipeline.data.skips import Skips
 from pipeline.engines.base import Engine
 from pipeline.engines.parallel.partition import stage_lines
@@ -28,8 +29,7 @@ def opening_lines(
 ) -> Iterator[str]:
     """Yields devices, layout, model, batch sizes, pipeline stages, length in steps, tokens and epochs, resume step."""
     run, size = prepared.run, prepared.size
-    samples = run.steps * run.batch.samples
-    epochs = max(prepared.mixture.order.epochs(samples))
+    epochs = max(prepared.mixture.order.epochs(Extent.of(run).samples))
     yield f"{launch} on {engine.device_name}; {run.layout}"
     yield f"{size.parameters:,} parameters, {run.precision}; {run.batch}"
     if run.held_bytes_per_parameter is not None:
@@ -38,9 +38,12 @@ def opening_lines(
         yield f"{run.held_bytes_per_parameter:.4g} bytes per {of}, gradient and {states} optimizer states included"
     yield from stage_lines(run, prepared.model)
     yield (
-        f"{run.steps:,} steps = {run.steps * run.batch.tokens:,} tokens,"
+        f"{run.steps:,} steps = {run.accounts.tokens(run.steps):,} tokens,"
         f" {epochs:.2f} epochs of {prepared.mixture.tokens:,}"
     )
+    if run.place is not None and (name := run.place.stage.name):
+        changed = ", ".join(sorted(run.place.stage.changes)) or "nothing"
+        yield f"stage '{name}': steps {run.first_step:,} to {run.last_step:,}; it changes {changed}"
     yield from task_lines(prepared)
     yield from (f"warning: {text}" for text in advice(prepared))
     if checkpoint is not None:
@@ -48,7 +51,13 @@ def opening_lines(
 
 
 def announce(
-    here: RankOfRun, launch: Launch, rollback: Rollback | None, *, skips: Skips, stages: MeasuredStages | None
+    here: RankOfRun,
+    launch: Launch,
+    rollback: Rollback | None,
+    *,
+    skips: Skips,
+    stages: MeasuredStages | None,
+    border: bool = False,
 ) -> None:
     """Prints and records how an attempt begins: started, resumed (with changed fields), or rolled back.
 
@@ -56,6 +65,7 @@ def announce(
         rollback: the rollback that led back to the checkpoint; None without one.
         skips: data that the run leaves out.
         stages: speeds of the pipeline stages, if measured.
+        border: whether this process has trained the stage before, and goes on with the next.
     """
     checkpoint, curve = here.checkpoint, here.curve
     if rollback is not None:
@@ -71,7 +81,13 @@ def announce(
     if checkpoint is None:
         here.record(0, event="started", world_size=launch.world_size)
         return
-    here.record(checkpoint.step, event="resumed", world_size=launch.world_size)
+    name = here.run.accounts.name(checkpoint.step + 1)
+    here.record(
+        checkpoint.step,
+        event="stage" if border else "resumed",
+        world_size=launch.world_size,
+        **({"stage": name} if name else {}),
+    )
     fields = changes_since(checkpoint, curve)
     for line in describe_changes(fields):  # changes allowed by `run.allow_change` leave a trace
         here.say(f"changed since the checkpoint: {line}")

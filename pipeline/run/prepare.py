@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,16 @@ from foundation.errors import ConfigError
 from foundation.paths import is_url
 from foundation.remote_folder import local_folder
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.rules.curve import curve_fields
+from pipeline.config.rules.curve import curve_fields, joined_curve
 from pipeline.config.rules.fallback_layouts import naming_fallback
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.deepspeed import ZeroSection
 from pipeline.config.sections.run import ModelSection
 from pipeline.data.dataset import TokenDataset, tokenizer_details
-from pipeline.data.mixing_weights import Extent
-from pipeline.data.mixture import DataMixture, open_heldout, open_mixture
+from pipeline.data.mixture import DataMixture, open_heldout
+from pipeline.data.sample_order import SampleOrder
+from pipeline.data.stage_mixtures import open_mixtures
 from pipeline.engines.common import model_dtype
 from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.fp8 import experts_in_fp8
@@ -32,7 +34,7 @@ from pipeline.engines.parametrization.scaled_init import ScaledInit
 from pipeline.engines.parametrization.scales import find_parametrization
 from pipeline.models.attention import attention_of
 from pipeline.models.construction.initial_values import InitByName, ParameterValues
-from pipeline.models.construction.meta import build_meta
+from pipeline.models.construction.meta import build_meta, parameter_shapes
 from pipeline.models.construction.stored_values import FromSafetensors
 from pipeline.models.count import ModelSize, measure
 from pipeline.models.folder.beside_weights import read_generation
@@ -70,6 +72,8 @@ class PreparedRun:
         teacher: teacher in memory of a distillation; None in other runs.
         logits: cached logits of a distillation that uses them; None in other runs.
         tasks: the tasks of `evaluation.tasks`, with their requests.
+        stages: all stages of the run, this one included, in order; empty without stages, and within this list.
+        orders: order of the samples of every stage; of the run itself without stages.
     """
 
     run: ResolvedRun
@@ -86,6 +90,8 @@ class PreparedRun:
     teacher: TeacherModel | None = None
     logits: CachedLogits | None = None
     tasks: tuple[EncodedTask, ...] = ()
+    stages: tuple[PreparedRun, ...] = ()
+    orders: tuple[SampleOrder, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -127,17 +133,34 @@ _FATES = {
 def prepare(run: ResolvedRun) -> PreparedRun:
     """Opens the data, builds the model on meta and compares both with the run's directory.
 
+    Returns:
+        The run, or its first stage with all `stages`, each of which is checked.
+
     Raises:
         ConfigError, DataError, CheckpointError: the run is impossible; the error gives the reason and a remedy.
     """
-    config = run.config
     # if 512 ranks each check 10,000 shards, one metadata server gets millions of requests
-    first = detect().rank == 0
-    extent = Extent(run.steps, run.batch.samples)
-    mixture = open_mixture(config.data, seed=config.run.seed, extent=extent, stat_files=first)
+    first, made = detect().rank == 0, list[PreparedRun]()
+    for stage, mixture in zip(run.stages or (run,), open_mixtures(run, stat_files=first), strict=True):
+        with stage.naming():
+            made.append(_prepare(stage, mixture, first=first))
+            check_same_shapes(made[0].model, made[-1].model)
+    curve = joined_curve([(each.run, each.curve) for each in made])
+    check_run_dir(run.config.run, made[0].store, curve, steps=run.steps)
+    parents = stage_parents([(each.run, each.parents) for each in made])
+    orders = tuple(each.mixture.order for each in made)
+    stages = tuple(replace(each, curve=curve, parents=parents, orders=orders) for each in made)
+    return replace(stages[0], stages=stages) if run.stages else stages[0]
+
+
+def _prepare(run: ResolvedRun, mixture: DataMixture, *, first: bool) -> PreparedRun:
+    """Prepares a run without stages, or one stage, whose directory is not checked yet."""
+    config = run.config
     heldout = [] if config.evaluation.samples == 0 else open_heldout(config.data, mixture, stat_files=first)
     tokenizer = tokenizer_details(mixture.sources[0].manifest)
-    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
+    changes = {} if run.place is None else dict(run.place.stage.model)
+    length = config.data.sequence_length
+    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=length, changes=changes)
     for field, folder in named_folders(config.model, config.distill).items():
         check_tokenizer(field, folder, tokenizer)
     teacher, logits = None, None
@@ -176,11 +199,38 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     # absent from other runs' curves, and from checkpoints older than the field
     sparse = {"fp8.experts": True} if experts_in_fp8(config.fp8, model) else {}
     curve = {**curve_fields(run), **sparse, "model.resolved": plain, **prints}
-    check_run_dir(config.run, store, curve, steps=run.steps)
     generation = None if config.model.path is None else read_generation(local_folder(config.model.path))
     return PreparedRun(
         run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits, tasks
     )
+
+
+def check_same_shapes(first: nn.Module, later: nn.Module) -> None:
+    """Refuses a stage whose model has other parameters than the first stage's.
+
+    Raises:
+        ConfigError: a parameter has another shape, or is in one of the models only.
+    """
+    before, after = parameter_shapes(first), parameter_shapes(later)
+    for name in {**before, **after}:
+        if (was := before.get(name)) != (now := after.get(name)):
+            why = f"{name} has the shape {_shape(now)} then, and {_shape(was)} in the first stage"
+            raise ConfigError(
+                "model.config", why=why, remedy="change keys that keep all shapes, such as rope_parameters"
+            )
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "none" if shape is None else str(list(shape))
+
+
+def stage_parents(stages: Sequence[tuple[ResolvedRun, dict[str, Any]]]) -> dict[str, Any]:
+    """Joins the parents of all stages; fields of later stages that differ get the prefix `stages.NAME`."""
+    joined = dict(stages[0][1])
+    for run, parents in stages[1:]:
+        name = run.accounts.names[run.stage]
+        joined |= {f"stages.{name}.{field}": each for field, each in parents.items() if joined.get(field) != each}
+    return joined
 
 
 def _tasks(run: ResolvedRun, model: nn.Module, tokenizer: Path) -> tuple[EncodedTask, ...]:

@@ -20,7 +20,16 @@ from foundation.remote_directory import CACHE, cache_root
 from foundation.section import suggest
 from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.rules.curve import Curve, is_allowed, miscounts, written_keys
+from pipeline.config.rules.curve import (
+    Curve,
+    allows_stage,
+    changed_fields,
+    is_allowed,
+    is_implicit,
+    miscounts,
+    written_keys,
+)
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.sections.run import RunSection
@@ -79,6 +88,7 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequenc
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)
     differing = _without_params_of_another_type(changed_fields(was, curve))
     changed = [row for row in differing if not any(is_allowed(row[0], name) for name in allowed)]
+    changed = [row for row in changed if not is_implicit(*row)]
     _refuse_miscounting(checkpoint, was, curve, differing, changed)
     if was.get("islands") and not curve.get("islands"):
         why = "islands made the checkpoint, and count their place in the data in rounds"
@@ -112,11 +122,13 @@ def _refuse_miscounting(
         changed: part of `differing` that is not allowed; the message names it, too.
     """
     samples = checkpoint.manifest.details["samples"]
-    wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples)]
+    wrong = [row for row in differing if miscounts(row[0], was, now, samples=samples, step=checkpoint.step)]
+    wrong = [row for row in wrong if row not in changed or not allows_stage(row[0], was, now)]
     if not wrong:
         return
     later = ""
-    if all(row[0].startswith(("data.weights", "data.schedule")) for row in wrong):
+    weights = all(row[0].startswith(("data.weights", "data.schedule")) for row in wrong)
+    if weights and isinstance(was["train_batch_size"], int):
         later = (
             f", keep the weights so far as the first stage of data.curriculum and begin another after step"
             f" {samples // was['train_batch_size']} or later"
@@ -157,6 +169,14 @@ def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
     if before == after:
         return None
     return f"the optimizer's state starts at zero: the checkpoint has a state of {before}, the run needs one of {after}"
+
+
+def begins_afresh(run: ResolvedRun, step: int) -> str | None:
+    """Returns the name of a stage that begins after a step with optimizer states of zero; None for any other step."""
+    section = None if run.place is None else run.place.stage.section
+    if section is None or section.optimizer_states == "keep" or not 0 < step == run.first_step - 1:
+        return None
+    return section.name
 
 
 def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
@@ -292,14 +312,6 @@ def _check_is_run(run_dir: Path) -> None:
     elif not any((run_dir / name).exists() for name in _OF_A_RUN):
         why = "it holds files that no run has put there"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy="choose a directory that does not exist yet")
-
-
-def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
-    """Lists the fields that differ between two curves: (dotted path, before, now)."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        keys = sorted({*was, *now})
-        return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
-    return [] if was == now else [(at, was, now)]
 
 
 def _check_writable(run_dir: Path) -> None:

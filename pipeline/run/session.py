@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -28,13 +29,14 @@ from pipeline.run.assembly import make_stepper, make_trainer, open_group, open_j
 from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches, recorded_skips
 from pipeline.run.connect import check_and_prepare, connect
+from pipeline.run.heldout_evaluation import is_unfinished
 from pipeline.run.manifest import RunManifest
 from pipeline.run.memory_checkpoints import KeptCopies, kept_copies
 from pipeline.run.messages import announce, closing_line, loaded_line, quiet_libraries
 from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.rank_of_run import RankOfRun
-from pipeline.run.resume import fresh_optimizer_line, refuse_other_curve
+from pipeline.run.resume import begins_afresh, fresh_optimizer_line, refuse_other_curve
 from pipeline.run.staged_data import staged_data
 from pipeline.run.trainer import Trainer
 from pipeline.run.uneven.measure_stages import MeasuredStages
@@ -102,32 +104,48 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
             if stop:  # building the engine and loading a checkpoint may take longer than the grace period
                 session.say(f"stopped by {stop} before it had begun: start it again to go on")
             else:
-                # Stage: the data is copied to this node's disk if the config asks for it.
-                data, progress = run.config.data, watchdog.report_progress
-                staged = staged_data(data, prepared.mixture, prepared.heldout, say=session.say, progress=progress)
-                clean_up = stack.enter_context(staged)
-                # Decide: resume from the newest intact checkpoint, or begin at step 1.
-                checkpoint = session.newest_checkpoint()
-                # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
-                engine = session.allocate(make_objective, device=device, mesh=mesh, checkpoint=checkpoint)
-                services = open_services(session.prepared, stack) if launch.rank == 0 else []
-                # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and continues from there.
-                rollback: Rollback | None = None
-                while True:
-                    session.load(engine, checkpoint)
-                    try:
-                        stop = session.train(engine, services, checkpoint, rollback)
-                        break
-                    except Rollback as order:
-                        rollback = order.with_traceback(None)
-                    checkpoint = session.newest_checkpoint()
-                clean_up(not stop)
+                stop = _train_stages(session, make_objective, device=device, mesh=mesh, stack=stack)
         # Finish: the ranks leave together; the exit code says whether to start the run again.
         return coordinate_exit(
             attempt.will_end(stop.exit_code, f"stopped by {stop}, saved" if stop else "finished"),
             rendezvous,
             launcher=launch.launcher,
         )
+
+
+def _train_stages(
+    first: Session, make_objective: MakeObjective, *, device: torch.device, mesh: Mesh | None, stack: ExitStack
+) -> Stop:
+    """Trains the stages of a run one after another, each from a checkpoint; a run without stages is one. Collective."""
+    # Stage: the data is copied to this node's disk if the config asks for it.
+    clean_up = [stack.enter_context(first.staged(each)) for each in first.prepared.stages or (first.prepared,)]
+    # Decide: resume from the newest intact checkpoint, or begin at step 1.
+    checkpoint = first.newest_checkpoint()
+    services = open_services(first.prepared, stack) if first.launch.rank == 0 else []
+    session, engine, rollback, border = first, None, None, False
+    while True:
+        here = first.at(checkpoint, border=border)
+        if engine is None or here.prepared is not session.prepared:
+            # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
+            if engine is not None:
+                engine.close()
+            session, engine = here, None  # the memory of the stage before is free by now
+            gc.collect()
+            groups = mesh if here.prepared.run.same_mesh(first.prepared.run) else None  # else they are formed anew
+            engine = here.allocate(make_objective, device=device, mesh=groups, checkpoint=checkpoint)
+        # Load, then train: step, save, evaluate. A rollback loads an older checkpoint and continues from there.
+        session.load(engine, checkpoint)
+        try:
+            stop, border = session.train(engine, services, checkpoint, rollback, border=border), True
+            rollback = None
+            if stop or session.is_last:
+                break
+        except Rollback as order:
+            rollback, border = order.with_traceback(None), False
+        checkpoint = first.newest_checkpoint()
+    for each in clean_up:
+        each(not stop)
+    return stop
 
 
 def _begin_attempt(
@@ -154,6 +172,7 @@ class Session:
         copies: checkpoint copies in this node's memory.
         uploads: copies checkpoints and journals to an object store.
         stages: speeds of the pipeline stages, if measured.
+        opened: the one object of `files`, which the sessions of all stages share; empty before its first use.
     """
 
     prepared: PreparedRun
@@ -165,6 +184,7 @@ class Session:
     copies: KeptCopies
     uploads: Uploads
     stages: MeasuredStages | None = None
+    opened: list[RestartFiles] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.attempt.tell_ranks = self.watchdog.report_error
@@ -174,17 +194,47 @@ class Session:
         if line is not None:
             self._display(first=0).say(line)
 
-    @cached_property
+    @property
     def files(self) -> RestartFiles:
         """Finds and opens checkpoint files: copies in memory, or the run's directory. The first use is collective."""
-        master, _, port = self.launch.master.rpartition(":")
-        return RestartFiles(
-            self.copies.memory,
-            master=master,
-            port=int(port),
-            warn=lambda line: print(line, file=sys.stderr, flush=True),
-            on_progress=self.watchdog.report_progress,
-        )
+        if not self.opened:
+            master, _, port = self.launch.master.rpartition(":")
+            self.opened.append(
+                RestartFiles(
+                    self.copies.memory,
+                    master=master,
+                    port=int(port),
+                    warn=lambda line: print(line, file=sys.stderr, flush=True),
+                    on_progress=self.watchdog.report_progress,
+                )
+            )
+        return self.opened[0]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage of the run follows."""
+        return self.prepared.run.last_step == self.prepared.run.steps
+
+    def staged(self, prepared: PreparedRun) -> AbstractContextManager[Callable[[bool], None]]:
+        """Copies a stage's data to this node's disk if the config asks for it; see `staged_data`."""
+        data, progress = prepared.run.config.data, self.watchdog.report_progress
+        return staged_data(data, prepared.mixture, prepared.heldout, say=self.say, progress=progress)
+
+    def at(self, checkpoint: Checkpoint | None, *, border: bool) -> Session:
+        """Returns the session of the stage that goes on after a checkpoint; this one without stages. Collective.
+
+        A stage whose last evaluation was cut short is taken up once more, and trains no step.
+
+        Args:
+            checkpoint: the checkpoint; None at the beginning.
+            border: whether this process has just trained the stage that ends there.
+        """
+        stages, done = self.prepared.stages or (self.prepared,), 0 if checkpoint is None else checkpoint.step
+        accounts = self.prepared.run.accounts
+        number, ended = accounts.stage(done + 1), accounts.stage(max(1, done))
+        if not border and number != ended and is_unfinished(stages[ended], done):
+            number = ended
+        return self if not number else replace(self, prepared=stages[number])
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Finds the newest checkpoint with correct checksums; None if the run has no checkpoint. Collective.
@@ -215,6 +265,8 @@ class Session:
         if checkpoint is None:
             return
         fresh, began = fresh_optimizer_line(checkpoint, self.prepared.curve), time.monotonic()
+        if (name := begins_afresh(self.prepared.run, checkpoint.step)) is not None:
+            fresh = f"the optimizer's state starts at zero, as stage '{name}' says (optimizer_states)"
         self.say(fresh)
         with (
             progress_from_io(self.watchdog.report_progress),
@@ -228,15 +280,22 @@ class Session:
             self.say(loaded_line(read))
 
     def train(
-        self, engine: Engine, services: Sequence[Sink], checkpoint: Checkpoint | None, rollback: Rollback | None
+        self,
+        engine: Engine,
+        services: Sequence[Sink],
+        checkpoint: Checkpoint | None,
+        rollback: Rollback | None,
+        *,
+        border: bool = False,
     ) -> Stop:
-        """Trains from the step after the checkpoint to the last step or to a stop signal. Collective.
+        """Trains from the step after the checkpoint to the stage's last step or to a stop signal. Collective.
 
         Args:
             engine: engine with the checkpoint's state, or the initial state.
             services: sinks besides `metrics.jsonl`.
             checkpoint: checkpoint from which the run resumes; None at the start.
             rollback: the rollback that led back to the checkpoint; None without one.
+            border: whether this process has trained the stage before.
 
         Raises:
             Rollback: a loss spike or a non-finite step is to be undone; the run has a checkpoint to load.
@@ -264,7 +323,7 @@ class Session:
                 stack=stack,
             )
             stepper = make_stepper(here, skips=skips, after=rollback)
-            announce(here, self.launch, rollback, skips=skips, stages=self.stages)
+            announce(here, self.launch, rollback, skips=skips, stages=self.stages, border=border)
             batches = RankBatches(self.prepared, self.launch.rank)
             group = open_group(here, stepper, batches)
             if group is not None and (stop := group.start()):
@@ -302,6 +361,8 @@ class Session:
         here, prepared, step = trainer.here, self.prepared, trainer.progress.step
         self.watchdog.enter_phase("finishing")
         trainer.hooks.end(step)
+        if not stop and not self.is_last:
+            return
         if self.uploads.url is not None:
             self.watchdog.enter_phase("uploading")
             while not on_rank_zero(lambda: self.uploads.finish(here.record, here.say, seconds=_UPLOADING_S)):
@@ -315,4 +376,5 @@ class Session:
         return self.launch.rank == 0
 
     def _display(self, *, first: int) -> TrainingDisplay:
-        return TrainingDisplay(first=first, total=self.prepared.run.steps, shown=self._first)
+        run = self.prepared.run
+        return TrainingDisplay(first=first, total=run.steps, shown=self._first, tokens=run.accounts.tokens)

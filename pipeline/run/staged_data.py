@@ -62,7 +62,9 @@ def open_cache(run: ResolvedRun, mixture: DataMixture) -> None:
         why = f"{free / 1e9:,.3f} GB are free in {folder} on {socket.gethostname()}, the cache included"
         raise ConfigError("data.cache_gb", data.cache_gb, why=why, remedy=f"a number below that, or {place}")
     cache.limit = limit - indexes
-    order = fingerprint_of([remote.fingerprints, run.config.run.seed, run.batch.samples, data.sequence_length])
+    of_stage = [] if run.place is None else [run.accounts.ledger(run.last_step), mixture.order.start.keys]
+    sizes = [run.config.run.seed, run.batch.samples, data.sequence_length]
+    order = fingerprint_of([remote.fingerprints, *sizes, *of_stage])
     remote.ahead = ReadAhead(cache, order[:16])
 
 

@@ -45,7 +45,7 @@ class Trainer:
     group: Group | None = None
 
     def train(self) -> Stop:
-        """Trains to the last step or to a stop signal.
+        """Trains to the last step of the run or of its stage, or to a stop signal.
 
         Work is saved before it is evaluated. An evaluation cut short by a stop is repeated at the next start.
 
@@ -61,7 +61,7 @@ class Trainer:
             return stop
         self.hooks.start(done)
         for batch in self.hooks.batches(self.steps):
-            step, last = batch.step, batch.step == self.here.run.steps
+            step, last = batch.step, batch.step == self.here.run.last_step
             stop, time_is_up = self._step(batch)
             self.hooks.after_step(step)
             save = self.saves.due(step) or time_is_up or last
@@ -97,7 +97,8 @@ class Trainer:
 
     def _begin(self, batch: StepBatch) -> None:
         self.here.watchdog.enter_phase("training", batch.step)
-        self.progress.begun = batch.step
+        self.progress.begun, span = batch.step, self.here.run.accounts.span(batch.step).first_step
+        self.progress.targets[span] = self.progress.targets.get(span, 0) + batch.targets
         with self.hooks.step(batch) as whole:
             self.stepper.begin(whole, lr=self.here.run.schedule.lr(batch.step), host_values=self._flags)
 
@@ -108,7 +109,7 @@ class Trainer:
 
     def _needs_finished(self, step: int) -> bool:
         """Tells whether the state after a step is needed, and the step must finish before another begins."""
-        due = step == self.here.run.steps or self.saves.due(step) or self.evaluation.due(step)
+        due = step == self.here.run.last_step or self.saves.due(step) or self.evaluation.due(step)
         due = due or (self.group is not None and self.group.due(step))
         return due or self.stepper.needs_drain(step) or self.hooks.needs_finished(step)
 

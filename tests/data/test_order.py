@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from foundation.errors import DataError
 from foundation.section import parse
+from pipeline.config.accounts import StageBatches, StepAccounts, make_accounts
 from pipeline.config.batch import BatchSizes
 from pipeline.config.sections.data import DataSection
+from pipeline.config.sections.stages import UntilSection
 from pipeline.data.loader import StepLoader
 from pipeline.data.mixture import open_mixture
 from pipeline.data.permutation import derive_key, permute
-from pipeline.data.sample_order import SampleOrder
+from pipeline.data.sample_order import OrderStart, SampleOrder
 from pipeline.data.skips import NO_SKIPS, Skip, Skips
 from pipeline.data.weighted_sources import MixtureStage, WeightedSources, _to_left
 from pipeline.runtime.metrics.journal import Journal, read_rows
@@ -257,7 +259,8 @@ def test_the_last_windows_of_a_shard_of_6_gb_are_read(tmp_path: Path) -> None:
 def test_steps_behind_skips_beyond_2_31_draw_their_own_samples(at: int) -> None:
     skips = Skips.of(json.loads(json.dumps(Skips((Skip(at, 2**31),)).plain())))
     assert skips.data_step(at - 1) == at - 1
-    assert skips.samples(at, per_step=4096) == range((at + 2**31 - 1) * 4096, (at + 2**31) * 4096)
+    accounts = StepAccounts.constant(4096, 2048, 1 << 40)
+    assert skips.samples(at, accounts) == range((at + 2**31 - 1) * 4096, (at + 2**31) * 4096)
     assert skips.past(at + 5, since=at).data_step(at + 6) == (at + 6) + 2**31 + 5
 
 
@@ -283,3 +286,34 @@ def test_a_journal_keeps_counts_near_2_63(tmp_path: Path) -> None:
     Journal(tmp_path, from_step=2**63 - 1).close()
     rows = read_rows(tmp_path)
     assert [row["tokens"] for row in rows] == [2**43, (2**63 - 1) * 4096]
+
+
+def test_a_stage_goes_on_with_a_source_where_the_stage_before_stopped() -> None:
+    whole = SampleOrder([50, 70], weights=[1.0, 2.0], seed=3)
+    before = SampleOrder([50, 70], weights=[3.0, 1.0], seed=3)
+    start = OrderStart(40, (0, 1), tuple(before.samples_drawn(40).tolist()))
+    after = SampleOrder([50, 70], weights=[1.0, 5.0], seed=3, start=start)
+    drawn = [before.locate(np.arange(40)), after.locate(np.arange(40, 80))]
+    for source in (0, 1):
+        windows = np.concatenate([each.window[each.source == source] for each in drawn])
+        own = whole.locate(np.arange(400))
+        assert windows.tolist() == own.window[own.source == source][: windows.size].tolist()
+    assert after.samples_seen(40).tolist() == (before.samples_drawn(40) + after.samples_drawn(40)).tolist()
+    anew = SampleOrder([50], weights=[1.0], seed=3, start=OrderStart(40, (2,), (0,)))
+    shuffled = anew.locate(np.arange(40, 90)).window.tolist()
+    assert sorted(shuffled) == list(range(50))  # an epoch of its own,
+    assert (
+        shuffled != SampleOrder([50], weights=[1.0], seed=3).locate(np.arange(50)).window.tolist()
+    )  # in another order
+
+
+def test_data_skipped_across_a_border_is_trained_by_neither_stage() -> None:
+    levels = [StageBatches("a", 4, 8, UntilSection(steps=10)), StageBatches("b", 6, 16)]
+    accounts = make_accounts(levels, steps=20, tokens=None)
+    bad = NO_SKIPS.samples(12, accounts)
+    skips = NO_SKIPS.past(12, since=8, accounts=accounts)
+    assert Skips.of(json.loads(json.dumps(skips.plain()))) == skips
+    trained = [number for step in range(1, 21) for number in skips.samples(step, accounts)]
+    assert len({*trained}) == len(trained) == accounts.samples(20)
+    assert not {*range(NO_SKIPS.samples(9, accounts)[0], bad[-1] + 1)} & {*trained}
+    assert skips.consumed(20, accounts) == trained[-1] + 1

@@ -104,7 +104,11 @@ def test_the_laws_of_adamw_say_nothing_of_another_optimizer() -> None:
 def test_the_hyperparameters_of_a_shipped_config() -> None:
     run = resolve(load_config("demo/teacher.json"), world_size=1)
     found = training_of(
-        run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=1_180_000
+        run.batch,
+        run.schedule,
+        run.config.optimizer,
+        tokens=run.accounts.tokens(run.steps),
+        parameters_non_embedding=1_180_000,
     )
     assert (found.batch, found.tokens, found.warmup) == (1024, 1880 * 1024, 40 * 1024)
     assert found.learning_rate == 4e-3

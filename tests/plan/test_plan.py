@@ -68,6 +68,24 @@ OFFLOAD = (
 )
 
 
+def test_each_stage_has_its_row_and_a_ramp_costs_what_its_tokens_cost() -> None:
+    ramp = 'train_batch_size={"from": 16, "to": 64, "over_tokens": 1200000}'
+    long = {"name": "long", "data": {"sequence_length": 1024}, "parallel": {"tp": 2}}
+    stages = f"stages={json.dumps([{'name': 'stable', 'until': {'steps': 500}}, long])}"
+    sets = ("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=null", "run.steps=1000", "run.tokens=null")
+    found = report("fsdp.json", ramp, stages, *sets, "scheduler=null", processes=2)
+    stable, last = found.stages
+    accounts = found.planned.run.accounts
+    assert stable.plan.tokens + last.plan.tokens == accounts.tokens(1000)
+    assert stable.plan.tokens < 500 * found.planned.run.batch.tokens
+    seconds = stable.plan.step_s.typical * stable.plan.tokens / found.planned.run.batch.tokens
+    assert stable.plan.days.typical * 86_400 == pytest.approx(seconds)
+    assert last.plan.memory.peak.typical != stable.plan.memory.peak.typical
+    said = "\n".join(lines(found))
+    assert "stage stable  500 steps of up to" in said
+    assert f"all stages  {accounts.tokens(1000):,} tokens" in said
+
+
 def test_a_run_whose_host_is_too_small_does_not_fit_and_gets_more_nodes() -> None:
     """70B on one node: 20 bytes per parameter offloaded, the copy of a checkpoint, and a process for each rank."""
     found = report("llama_70b_zero3.json", *OFFLOAD, machine="h100", processes=8)

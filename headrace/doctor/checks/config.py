@@ -10,6 +10,7 @@ from foundation.directory import free_bytes
 from foundation.remote_run import up_to_date
 from headrace.doctor.check import Context, Finding
 from pipeline.config.load import load_config
+from pipeline.config.past_stages import continued
 from pipeline.config.rules.resolve import resolve
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def run(context: Context) -> Iterator[Finding]:
     from pipeline.runtime.launch.environment import SINGLE_PROCESS  # noqa: PLC0415
 
     config = load_config(context.config, context.overrides)
-    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
+    run_dir = up_to_date(config.run.dir)
+    config, begun = continued(config, run_dir), has_begun(run_dir, config=config)
     run = resolve(config, world_size=context.processes * len(context.nodes), begun=begun)
     prepared, device, notes = check_and_prepare(run, SINGLE_PROCESS)
     yield Finding(True, f"{run.layout}; {run.precision}; on {device.type}{''.join(f'; {note}' for note in notes)}")

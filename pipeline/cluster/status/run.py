@@ -192,7 +192,7 @@ class RunReader:
             self._pulled = time.monotonic()
         if not has_begun(run_dir) and not self._jobs:
             raise not_begun(run_dir)
-        steps, metrics, training = _steps(run_dir), self._metrics.read(), is_training(run_dir)
+        (steps, tokens), metrics, training = _length(run_dir), self._metrics.read(), is_training(run_dir)
         uploads = _uploads(run_dir, now)
         if uploads is not None and not training:  # nothing trains here, but the run may train on another host
             training = uploads.lives
@@ -212,7 +212,7 @@ class RunReader:
             newest=_newest(run_dir, metrics, now),
             training=training,
             idle_seconds=_idle(run_dir, now) if uploads is None else max(0.0, now - (metrics.last_time or now)),
-            seconds_left=seconds_left(metrics, steps=steps) if training is not False else None,
+            seconds_left=seconds_left(metrics, steps=steps, tokens=tokens) if training is not False else None,
             goodput=goodput_of(metrics, attempts, now=now, submitted=submission_time(run_dir)),
             attempts=tuple(attempts),
             agents=read_agents(run_dir),
@@ -288,11 +288,13 @@ def _idle(run_dir: Path, now: float) -> float | None:
     return max(0.0, now - journal.stat().st_mtime) if journal.exists() else None
 
 
-def _steps(run_dir: Path) -> int | None:
+def _length(run_dir: Path) -> tuple[int | None, int | None]:
+    """Returns steps and tokens of the whole run; None where unknown, for tokens also where all steps are alike."""
     if not (run_dir / MANIFEST).exists():
-        return None
+        return None, None
     details = read_manifest(run_dir, kind="run").details
-    return int(details["steps"]) if "steps" in details else None
+    ledger = details.get("ledger")
+    return details.get("steps"), sum(row["tokens"] for row in ledger) if ledger else None
 
 
 def _newest(run_dir: Path, metrics: Metrics, now: float) -> CheckpointStatus | None:

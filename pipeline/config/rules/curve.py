@@ -5,7 +5,7 @@ The module also maps these fields to the config keys from which they follow; `ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config.rules.resolve import ResolvedRun
@@ -43,6 +43,8 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "model.resolved": ("model.config", "model.path"),
 }
 """Curve field -> the keys from which it follows, the most likely first. Other fields are keys themselves."""
+_STAGES = "stages"
+_STAGED = ("sequence_length", "packing", "fim", "mask_documents")
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
 """Fields that determine the order of samples, by which the trained samples are counted and looked up."""
@@ -57,13 +59,14 @@ def curve_fields(run: ResolvedRun) -> Curve:
     stored in checkpoints and keep their names.
     """
     sections, config = run.config, run.config.model_dump(mode="json")
+    accounts, ramp = run.accounts, None if run.place is None else run.place.stage.ramp
     return {
         "model": {
             **{key: config["model"][key] for key in ("config", "fresh", "keep_layers")},
             **_parametrization(sections.model),
         },
         "data": {
-            **_mixture(sections.data, samples=run.steps * run.batch.samples),
+            **_mixture(sections.data, samples=accounts.samples(run.last_step) - accounts.samples(run.first_step - 1)),
             "packing": None if config["data"]["packing"] == "contiguous" else config["data"]["packing"],
             "fim": config["data"]["fim"],
             "sequence_length": config["data"]["sequence_length"],
@@ -73,7 +76,7 @@ def curve_fields(run: ResolvedRun) -> Curve:
         "loss.z_loss": config["loss"]["z_loss"] or None,
         "loss.mtp": config["loss"]["mtp"],
         "moe": _balance(sections.moe),
-        "train_batch_size": run.batch.samples,
+        "train_batch_size": ramp.model_dump(mode="json", exclude_none=True) if ramp else run.batch.samples,
         "optimizer": config["optimizer"],
         "scheduler": run.schedule.describe(),
         "gradient_clipping": config["gradient_clipping"],
@@ -92,6 +95,37 @@ def curve_fields(run: ResolvedRun) -> Curve:
         # not the number of islands, nor how they find each other
         "islands": _islands(sections.islands),
     }
+
+
+def joined_curve(stages: Sequence[tuple[ResolvedRun, Curve]]) -> Curve:
+    """Returns the fields of a run in stages: those of the first, and by name how each other stage differs from it.
+
+    Args:
+        stages: every stage with its own fields, in order; a run without stages keeps its fields.
+    """
+    first, curve = stages[0]
+    if first.place is None or first.place.whole.stages is None:
+        return curve
+    others = {}
+    for run, own in stages[1:]:
+        assert run.place is not None
+        assert run.place.stage.section is not None
+        section, differs = run.place.stage.section, {field: now for field, _, now in changed_fields(curve, own)}
+        options: Curve = {"optimizer_states": "fresh"} if section.optimizer_states == "fresh" else {}
+        if section.implicit:
+            options["implicit"] = True
+        if section.continue_sources is not None:
+            options["continue_sources"] = section.continue_sources
+        others[section.name] = {"after_step": run.first_step - 1, **options, **differs}
+    return {**curve, _STAGES: others}
+
+
+def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """Lists the fields that differ between two curves: (dotted path, before, now)."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = sorted({*was, *now})
+        return [row for key in keys for row in changed_fields(was.get(key), now.get(key), f"{at}.{key}" if at else key)]
+    return [] if was == now else [(at, was, now)]
 
 
 def _parametrization(model: ModelSection) -> Curve:
@@ -166,7 +200,7 @@ def written_keys(field: str) -> tuple[str, ...]:
     return (field,)
 
 
-def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, samples: int) -> bool:
+def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, samples: int, step: int) -> bool:
     """Tells whether a changed field alters the samples of the steps up to a checkpoint, their text or their number.
 
     Args:
@@ -174,7 +208,10 @@ def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, sam
         was: the checkpoint's curve.
         now: the config's curve.
         samples: number of samples in the run's order up to the checkpoint.
+        step: the checkpoint's step.
     """
+    if field.partition(".")[0] == _STAGES:
+        return _miscounts_stages(field, was.get(_STAGES) or {}, now.get(_STAGES) or {}, step=step)
     if not any(f"{field}.".startswith(f"{name}.") for name in _COUNTED_BY):
         return False
     # weights that change later do not affect earlier samples; islands are ahead of their steps in the order of samples
@@ -182,11 +219,40 @@ def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, sam
     return not (same and field in _MIXTURE)
 
 
+def _miscounts_stages(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, step: int) -> bool:
+    """Tells whether a changed field of a stage alters the samples of steps up to a checkpoint."""
+    _, name, rest = [*field.split(".", 2), "", ""][:3]
+    counted = not rest or any(
+        f"{rest}.".startswith(f"{key}.") for key in (*_COUNTED_BY, "after_step", "continue_sources")
+    )
+    names = [name] if name else [each for each in {*was, *now} if was.get(each) != now.get(each)]
+    begun = [stage["after_step"] for each in names for stage in (was.get(each), now.get(each)) if stage]
+    return counted and min(begun, default=step) < step
+
+
 def _stages(curve: Mapping[str, Any], *, until: int) -> list[Any]:
     """Returns the mixture's stages that begin before sample `until`, as (step, weights of the sources)."""
     data = curve["data"]
     stages = data.get("schedule") or [[0, data["weights"]]]
     return [stage for stage in stages if stage[0] == 0 or stage[0] * curve["train_batch_size"] < until]
+
+
+def allows_stage(field: str, *curves: Mapping[str, Any]) -> bool:
+    """Tells whether a change of a field by which samples are counted may make a stage (`config.past_stages`).
+
+    The seed may not change, nor what follows from the whole run: budgets, a curriculum, the rounds of groups.
+    """
+    whole = any(curve.get("islands") or curve.get("distill") for curve in curves)
+    whole = whole or any(curve["data"].get(key) for curve in curves for key in ("budgets", "schedule"))
+    counted = ("train_batch_size", *(f"data.{key}" for key in ("weights", "sources", *_STAGED)))
+    return not whole and any(f"{field}.".startswith(f"{key}.") for key in counted)
+
+
+def is_implicit(field: str, was: Any, now: Any) -> bool:
+    """Tells whether a changed field is a stage, or all stages, that a resume has made by `run.allow_change`."""
+    if field.partition(".")[0] != _STAGES or was is not None or not now:
+        return False
+    return all(stage.get("implicit") for stage in (now.values() if field == _STAGES else [now]))
 
 
 def is_allowed(field: str, name: str) -> bool:

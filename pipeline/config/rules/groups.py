@@ -127,7 +127,7 @@ def check_replicas_section(config: Config) -> None:
         why = "each replica sees its own largest attention logits, and would scale other weights"
         given = config.optimizer.params.qk_clip
         raise ConfigError("optimizer.params.qk_clip", given, why=why, remedy="remove it, or remove replicas")
-    batch = config.train_batch_size
+    batch = config.largest_batch
     if batch is not None and batch < section.count:
         why = f"the batch of all replicas together, train_batch_size, has {batch} samples"
         raise ConfigError("replicas.count", section.count, why=why, remedy=f"use at most {batch}")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from foundation.errors import ConfigError, found_by, refuse_all
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.batch import BatchSizes, resolve_batch
 from pipeline.config.deepspeed.keys import refuse_on_torch
 from pipeline.config.rules.communication import check_gradient_dtype, check_secondary_shards
@@ -29,11 +32,13 @@ from pipeline.config.rules.precision import (
 )
 from pipeline.config.rules.shares import shared_batch
 from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
+from pipeline.config.rules.stages import CheckedMesh, StagePlace, resolve_stages
 from pipeline.config.rules.training import check_checkpoints, check_model, check_moe, check_optimizer
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.layout import SCHEDULES
 from pipeline.config.sections.run import Config, ProfileSection, RunSection
+from pipeline.config.stages import is_staged
 from pipeline.config.topology import Topology
 
 
@@ -162,7 +167,7 @@ class ResolvedRun:
     Attributes:
         config: the config.
         topology: the mesh.
-        batch: global batch, micro-batch and gradient accumulation.
+        batch: global batch, micro-batch and gradient accumulation; in a batch ramp those of its largest step.
         steps: length of the run in optimizer steps.
         schedule: learning-rate schedule.
         spare: number of processes that are not part of the mesh and stand by.
@@ -173,6 +178,8 @@ class ResolvedRun:
             measurement.
         imbalance: rows of the fullest rank of an expert-parallel group divided by the mean, for the formulas of memory
             and time; None where the formulas derive it from `moe.balance`.
+        place: the stage's place in a run with stages or a batch ramp; None in other runs. `config` is the stage's then.
+        stages: all stages of such a run, this one included, in order; empty in other runs, and within this list.
     """
 
     config: Config
@@ -185,6 +192,57 @@ class ResolvedRun:
     layouts: Mapping[str, ResolvedRun] = field(default_factory=dict)
     measured_devices: StageDevices | None = None
     imbalance: float | None = None
+    place: StagePlace | None = None
+    stages: tuple[ResolvedRun, ...] = ()
+
+    @cached_property
+    def accounts(self) -> StepAccounts:
+        """Samples and tokens of every step of the run."""
+        if self.place is not None:
+            return self.place.accounts
+        return StepAccounts.constant(self.batch.samples, self.batch.sequence_length, self.steps)
+
+    @property
+    def stage(self) -> int:
+        """Number of the stage, from 0."""
+        return 0 if self.place is None else self.place.stage.number
+
+    @property
+    def first_step(self) -> int:
+        """First step of the stage, from 1."""
+        return 1 if self.place is None else self.accounts.first_step(self.stage)
+
+    @property
+    def last_step(self) -> int:
+        """Last step of the stage: that of the run without stages."""
+        return self.steps if self.place is None else self.accounts.last_step(self.stage)
+
+    def at(self, step: int) -> ResolvedRun:
+        """Returns the stage that has a step; the run itself without stages."""
+        return self.stages[self.accounts.stage(step)] if self.stages else self
+
+    @property
+    def written_config(self) -> Config:
+        """The config of the whole run, with its stages."""
+        return self.config if self.place is None else self.place.whole
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Returns a context manager that makes errors name the stage; it changes none without stages."""
+        return nullcontext() if self.place is None else self.place.stage.naming()
+
+    def same_mesh(self, other: ResolvedRun) -> bool:
+        """Tells whether the ranks of two stages form the same process groups."""
+        mine, others = ((each.topology, each.shard_size, each.node_size) for each in (self, other))
+        return mine == others
+
+    @property
+    def ramps(self) -> bool:
+        """Whether the batch size changes within the stage."""
+        return self.place is not None and self.place.stage.ramp is not None
+
+    def batch_of(self, step: int) -> BatchSizes:
+        """Returns the batch sizes of a step of this stage."""
+        return self.batch.with_samples(self.accounts.samples_in(step)) if self.ramps else self.batch
 
     @property
     def plain(self) -> bool:
@@ -319,6 +377,10 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
     Raises:
         ConfigError: a rule is broken; `CombinedConfigError` for several independent rules.
     """
+    if is_staged(config):
+        found = partial(_check, world_size=world_size)
+        runs = resolve_stages(config, check=found, finish=partial(_finish, world_size=world_size), begun=begun)
+        return replace(runs[0], stages=tuple(runs))
     layouts: dict[str, ResolvedRun] = {}
 
     def check(name: str, each: Config, processes: int) -> None:
@@ -330,6 +392,13 @@ def resolve(config: Config, *, world_size: int, begun: bool = False) -> Resolved
 
 
 def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
+    return _finish(
+        config, _check(config, world_size=world_size, elastic=elastic), world_size=world_size, elastic=elastic
+    )
+
+
+def _check(config: Config, *, world_size: int, elastic: bool) -> CheckedMesh:
+    """Checks the rules that do not depend on the length of the run, and derives the mesh and its batch sizes."""
     mesh: list[tuple[Topology, BatchSizes]] = []
     checks: list[Callable[[], object]] = [
         lambda: check_data(config.data),
@@ -350,7 +419,14 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),
     ]
     refuse_all(found_by(checks))
-    [(topology, batch)] = mesh
+    return mesh[0]
+
+
+def _finish(
+    config: Config, mesh: CheckedMesh, *, world_size: int, elastic: bool, place: StagePlace | None = None
+) -> ResolvedRun:
+    """Checks the other rules, and derives steps and schedule: those of a stage if it has a `place`."""
+    topology, batch = mesh
     check_schedule(config.parallel, topology, batch, memory=config.memory)
     check_fp8_tokens(config.fp8, topology, batch)
     check_quantization_aware(config.quantization_aware, topology, fp8=config.fp8)
@@ -358,12 +434,14 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
     check_gradient_dtype(config, topology, batch)
     check_secondary_shards(config, topology)
     check_overlap(config, topology, batch, elastic=elastic)
-    steps = steps_of(config.run, batch)
+    steps = steps_of(config.run, batch) if place is None else place.accounts.steps
     _check_curriculum(config.data, steps)
     _check_profile(config.profile, steps, topology)
     spare = world_size - topology.world_size
-    schedule = make_schedule(config.scheduler, lr=config.optimizer.params.lr, steps=steps)
-    return ResolvedRun(config, topology, batch, steps, schedule, spare)
+    first, last = (1, steps) if place is None else place.scheduled
+    lr, length = config.optimizer.params.lr, last + 1 - first
+    schedule = make_schedule(config.scheduler, lr=lr, steps=length, begin=first - 1)
+    return ResolvedRun(config, topology, batch, steps, schedule, spare, place=place)
 
 
 def _mesh(config: Config, *, world_size: int, elastic: bool) -> tuple[Topology, BatchSizes]:

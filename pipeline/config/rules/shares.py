@@ -31,7 +31,7 @@ def shared_batch(config: Config, topology: Topology) -> BatchSizes:
     weights = [1.0] * topology.dp if given == "auto" else [float(each) for each in given]
     _check_weights(config, topology)
     _check_features(config, topology)
-    samples = config.train_batch_size
+    samples = config.largest_batch
     if samples is None:
         micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         samples, *_ = split_batch(None, micro, accumulation, dp=topology.dp)

@@ -77,6 +77,10 @@ class EvaluationSection(Section):
         description="Steps between evaluations of the held-out loss and of the tasks, e.g. 1000; when absent, only at"
         " the end of the run",
     )
+    every_tokens: Count | None = Field(
+        None,
+        description="Tokens between evaluations, e.g. 1e9, in place of every: after the step that completes them",
+    )
     samples: Index | None = Field(
         None,
         description="Sequences per source to evaluate, spread over its held-out split, e.g. 1024; the whole split when"
@@ -88,6 +92,12 @@ class EvaluationSection(Section):
         ' [{"name": "hellaswag", "samples": 500}]; none when absent',
         strict=False,
     )
+
+    @model_validator(mode="after")
+    def _is_due_by_one(self) -> EvaluationSection:
+        if self.every is not None and self.every_tokens is not None:
+            raise ValueError("every and every_tokens both tell when it is due: give one of the two")
+        return self
 
     @field_validator("tasks")
     @classmethod

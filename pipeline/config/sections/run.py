@@ -38,6 +38,7 @@ from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.node_checks import NodeChecksSection
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.parametrization import BaseModelSection
+from pipeline.config.sections.stages import BatchRampSection, StageSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -290,8 +291,8 @@ class RunSection(Section):
     allow_change: tuple[str, ...] = Field(
         (),
         description="Fields that may differ from the checkpoint's on resume although they alter the loss curve, e.g."
-        ' ["optimizer.params.lr"]; data, seed and batch cannot change, since they count past steps; stages of'
-        " data.curriculum that have not begun can",
+        ' ["optimizer.params.lr"]; a change of data or batch makes a stage that begins at the checkpoint; the seed'
+        " cannot change; stages, and stages of data.curriculum, that have not begun can",
         strict=False,
     )
     resume: Literal["auto", "never"] = Field(
@@ -475,10 +476,19 @@ class Config(Section):
         " starts them; absent: none",
     )
 
-    train_batch_size: Count | None = Field(
+    train_batch_size: Count | BatchRampSection | None = Field(
         None,
         description="Global batch size: samples per optimizer step over all ranks, e.g. 512 = micro-batch x gradient"
-        " accumulation x data-parallel ranks; derived when absent",
+        ' accumulation x data-parallel ranks; derived when absent. Or a ramp: {"from": 256, "to": 2048, "over_tokens":'
+        " 100e9}",
+    )
+    stages: tuple[StageSection, ...] | None = Field(
+        None,
+        min_length=1,
+        description="Stages of the run, in order, a list such as"
+        ' [{"name": "stable", "until": {"steps": 9000}}, {"name": "long", "data": {"sequence_length": 32768}}];'
+        " absent: one stage",
+        strict=False,
     )
     train_micro_batch_size_per_gpu: Count | None = Field(
         None,
@@ -526,6 +536,13 @@ class Config(Section):
         if value == "fp16":
             raise RefusedValueError("a sum over ranks in fp16 overflows where its terms do not", "remove it: fp32")
         return value
+
+    @property
+    def largest_batch(self) -> int | None:
+        """`train_batch_size`, or the largest of a ramp."""
+        return (
+            self.train_batch_size.to if isinstance(self.train_batch_size, BatchRampSection) else self.train_batch_size
+        )
 
     wandb: WandbSection = WandbSection()
     tensorboard: TensorBoardSection = TensorBoardSection()

@@ -102,6 +102,15 @@ class DeepSpeedBase(EngineBase):
                     del state[key]
         return state
 
+    def close(self) -> None:
+        """Implements `Engine.close`. DeepSpeed 0.19.8 frees its engine at stages 1 and 2, and keeps that of stage 3."""
+        optimizer, parameters = self._engine.optimizer, list(self._engine.module.parameters())
+        self._engine.destroy()
+        if self._engine.zero_optimization_stage() == 3:
+            inner = getattr(optimizer, "optimizer", None)
+            _empty([vars(optimizer), {} if inner is None else dict(inner.state), parameters])
+            _empty([vars(parameter) for parameter in parameters])
+
     def _local_state(self) -> tuple[NamedState, Callable[[], None]]:
         local_state = collect_local_state(
             self._engine.optimizer, self._local_model, self._kind, matrices=self._matrices
@@ -171,3 +180,12 @@ class DeepSpeedBase(EngineBase):
         means, self._host_sums = [each / step.targets for each in values[: len(own)]], values[len(own) :]
         self._loss = means[0]
         return means
+
+
+def _empty(value: Any) -> None:
+    """Frees the memory of all tensors in nested lists and dicts."""
+    if isinstance(value, Tensor):
+        value.data = value.new_empty(0)
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _empty(each)

@@ -54,8 +54,9 @@ class DeepSpeedZero(DeepSpeedBase):
         self._initialize(run, self._local_model.decoder, config=config, model_group=tp_group, unit=unit)
         if zero3 is not None:
             _gather_in_recomputations(self._engine.optimizer.parameter_offload)
-        # DeepSpeed would count the micro-batches of its config, but ranks with different shares run different numbers
-        self._uneven = run.batch.shares is not None
+        # DeepSpeed would count the micro-batches of its config, but ranks with different shares, and the steps of a
+        # batch ramp, run different numbers
+        self._uneven = run.batch.shares is not None or run.ramps
 
     def begin_step(
         self,

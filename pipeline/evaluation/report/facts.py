@@ -27,7 +27,8 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
     checkpoint = _newest_checkpoint(run)
     return [
         ("steps", _steps(run)),
-        ("tokens", f"{run.tokens:,}, {run.tokens_per_step:,.0f} per step"),
+        ("tokens", f"{run.tokens:,}, {' to '.join(f'{each:,}' for each in run.tokens_per_step)} per step"),
+        *_stages(run.manifest),
         *_parameters(run, folders),
         ("time in steps", duration(float(run.series("seconds").sum()))),
         *_last_evaluation(run),
@@ -46,6 +47,14 @@ def _steps(run: RunRecord) -> str:
     if run.manifest.details.get("finished"):
         return f"{done:,}, finished"
     return f"{done:,} of {planned:,}, not finished"
+
+
+def _stages(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yields what the steps of each stage and each batch size were planned to be; nothing without stages."""
+    for row in manifest.details.get("ledger") or []:
+        size = f"{row['samples_per_step']:,} samples of {row['sequence_length']:,} tokens"
+        text = f"steps {row['first_step']:,} to {row['last_step']:,}, {size}, {row['tokens']:,} tokens"
+        yield f"stage {row['stage']}" if "stage" in row else "batch ramp", text
 
 
 def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:

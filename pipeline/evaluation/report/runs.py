@@ -57,9 +57,13 @@ class RunRecord:
         return "cross_entropy" if self.has("cross_entropy") else "loss"
 
     @property
-    def tokens_per_step(self) -> float:
-        """Tokens per step, constant in a run."""
-        return float(self.columns["tokens"][-1] / self.columns["step"][-1])
+    def tokens_per_step(self) -> list[int]:
+        """Tokens per step; the smallest and the largest where steps differ (stages, a batch ramp)."""
+        steps, tokens = self.columns["step"], self.columns["tokens"]
+        sizes = np.diff(tokens, prepend=0.0) / np.diff(steps, prepend=0.0)
+        if sizes[0] != tokens[0]:  # rows before the first are missing
+            sizes = sizes[1:] if sizes.size > 1 else sizes
+        return sorted({round(float(sizes.min())), round(float(sizes.max()))})
 
     @property
     def tokens(self) -> int:
@@ -80,7 +84,8 @@ class RunRecord:
         return self._figure([row for row in self.tasks.get(task, ()) if name in row], name)
 
     def _figure(self, rows: Sequence[JournalRow], name: str) -> tuple[Series, Series]:
-        at = np.array([row["step"] * self.tokens_per_step for row in rows], dtype=np.float64)
+        steps, tokens = (np.concatenate([[0.0], self.columns[key]]) for key in ("step", "tokens"))
+        at = np.interp([row["step"] for row in rows], steps, tokens)
         return at, np.array([row[name] for row in rows], dtype=np.float64)
 
 

@@ -26,7 +26,7 @@ Ancestor = dict[str, Any]
 
 Lineage = dict[str, Any]
 KEY = "lineage"
-_SOURCE = re.compile(r"data\.sources\.(\d+)")
+_SOURCE = re.compile(r"(?:stages\.[\w-]+\.)?data\.sources\.(\d+)")
 
 
 def lineage_of(model: Path) -> Lineage:
@@ -110,6 +110,9 @@ def _rebuilt(manifest: Manifest) -> Lineage:
 def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
     details, data = checkpoint.details, config.get("data") or {}
     length, samples = data.get("sequence_length"), details.get("samples")
+    ledger = details.get("ledger") or []
+    if ledger:  # steps differ: what they were is recorded
+        length, tokens = max(row["sequence_length"] for row in ledger), sum(row["tokens"] for row in ledger)
     optimizer, scheduler = config.get("optimizer") or {}, config.get("scheduler") or {}
     params = optimizer.get("params") or {}
     bf16, fp16, fp8 = ((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16", "fp8"))
@@ -117,8 +120,9 @@ def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
         "optimizer_steps": details.get("step"),
         "samples": samples,
         "sequence_length": length,
-        "tokens": samples * length if samples and length else None,
-        "global_batch": config.get("train_batch_size"),
+        "tokens": tokens if ledger else samples * length if samples and length else None,
+        "global_batch": config.get("train_batch_size") if not ledger else None,
+        "stages": [{key: row[key] for key in row if key not in ("first_step", "epochs")} for row in ledger] or None,
         "optimizer": optimizer.get("type"),
         "learning_rate": params.get("lr"),
         "weight_decay": params.get("weight_decay"),

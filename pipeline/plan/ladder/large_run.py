@@ -77,7 +77,7 @@ class LargeRun:
     @property
     def tokens(self) -> int:
         """Training tokens."""
-        return self.run.steps * self.run.batch.tokens
+        return self.run.accounts.tokens(self.run.steps)
 
     @property
     def flops(self) -> float:
@@ -89,7 +89,7 @@ class LargeRun:
         """Hyperparameters of the run, for the published laws."""
         run, body = self.run, self.counts.body
         return training_of(
-            run.batch, run.schedule, run.config.optimizer, steps=run.steps, parameters_non_embedding=body
+            run.batch, run.schedule, run.config.optimizer, tokens=self.tokens, parameters_non_embedding=body
         )
 
     def count(self, config: PretrainedConfig) -> ModelCounts:
@@ -113,6 +113,9 @@ def read_large_run(raw: Mapping[str, Any]) -> LargeRun:
     if section.get("path") and not section.get("fresh"):
         why = "it continues a trained model, and smaller ones of the same training do not exist"
         raise ConfigError("model.path", section["path"], why=why, remedy="model.config, or model.fresh true")
+    if raw.get("stages") or isinstance(raw.get("train_batch_size"), Mapping):
+        why = "the small runs of a ladder have steps that are all alike, and ends of stages do not scale"
+        raise ConfigError("stages", why=why, remedy="use the config of the first stage alone, with its last batch size")
     if not raw.get("train_batch_size"):
         why = "without it the batch depends on the number of processes"
         raise ConfigError("train_batch_size", why=why, remedy='add "train_batch_size": samples per step')

@@ -64,7 +64,7 @@ class Training:
 
 
 def training_of(
-    batch: BatchSizes, schedule: Schedule, optimizer: OptimizerSection, *, steps: int, parameters_non_embedding: int
+    batch: BatchSizes, schedule: Schedule, optimizer: OptimizerSection, *, tokens: int, parameters_non_embedding: int
 ) -> Training:
     """Collects the hyperparameters of a resolved run.
 
@@ -72,12 +72,12 @@ def training_of(
         batch: batch sizes of the run.
         schedule: learning rates of the run.
         optimizer: optimizer section of its config.
-        steps: number of steps.
+        tokens: training tokens of the whole run.
         parameters_non_embedding: parameters of the model without input embedding and output head.
     """
     return Training(
         parameters=parameters_non_embedding,
-        tokens=steps * batch.tokens,
+        tokens=tokens,
         sequence_length=batch.sequence_length,
         batch=batch.tokens,
         learning_rate=schedule.peak,

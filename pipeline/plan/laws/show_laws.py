@@ -32,7 +32,7 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
         run.batch,
         run.schedule,
         run.config.optimizer,
-        steps=run.steps,
+        tokens=run.accounts.tokens(run.steps),
         parameters_non_embedding=planned.costs.size.non_embedding(tied=tied),
     )
     return training if training.adamw else None

@@ -36,3 +36,20 @@ class Interval:
     def plain(self) -> dict[str, float]:
         """The interval for JSON."""
         return asdict(self)
+
+
+def hours_text(hours: Interval) -> str:
+    """GPU-hours with their interval."""
+    return hours.shown(lambda each: f"{each:,.1f}" if each < 100 else f"{each:,.0f}")
+
+
+def days_text(days: float) -> str:
+    """A duration in days, hours or minutes."""
+    if days >= 2:
+        return f"{days:,.1f} days"
+    return f"{days * 24:,.1f} h" if days * 24 >= 1 else f"{days * 1440:,.1f} min"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration in seconds or milliseconds."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"

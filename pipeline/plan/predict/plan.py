@@ -87,9 +87,9 @@ def make_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Plan:
     splits = [time.split() for time in times]
     split = {name: Interval.of(*(each[name] for each in splits)) for name in splits[0]}
     seconds = Interval.of(*(time.total for time in times))
-    tokens = run.steps * run.batch.tokens
+    tokens = run.accounts.tokens(run.last_step) - run.accounts.tokens(run.first_step - 1)
     per_s = seconds.map(lambda each: run.batch.tokens / each)
-    duration = seconds.map(lambda each: each * run.steps)
+    duration = seconds.map(lambda each: each * tokens / run.batch.tokens)  # a ramp's steps by their tokens
     flops, peak, devices = costs.size.flops_per_token, _peak_flops(run, machine), run.topology.world_size
     return Plan(
         memory=memory,

@@ -108,7 +108,9 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     """
     config = run.config
     tokenizer = {"vocab_size": vocabulary, "bos_id": 0, "eos_id": 1, "pad_id": None}
-    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=config.data.sequence_length)
+    changes = {} if run.place is None else dict(run.place.stage.model)
+    length = config.data.sequence_length
+    hf_config = resolve_hf_config(config.model, tokenizer=tokenizer, sequence_length=length, changes=changes)
     how: dict[str, Any] = {"attn_implementation": attention_of(run), "ahead": config.loss.ahead}
     model = build_meta(hf_config, dtype=model_dtype(config), **how)
     check_layout(run, model, packages=False)

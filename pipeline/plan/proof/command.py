@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foundation.cli import add_config_arguments
+from foundation.configfile import ConfigTree
 from foundation.errors import ConfigError, HeadraceError
 from pipeline.config.load import load_config
 from pipeline.config.rules.layout import fewest_processes
@@ -54,16 +55,27 @@ def run(arguments: argparse.Namespace) -> int:
     # torch takes seconds to import, and a config error should not wait for it
     from pipeline.plan.proof.preflight import check_run  # noqa: PLC0415
     from pipeline.plan.proof.shrunk_run import shrink_run  # noqa: PLC0415
-
-    check_run(real)
-    with tempfile.TemporaryDirectory(prefix="headrace-prove-") as work:
-        shrunk = shrink_run(real, steps=max(2, arguments.steps), work=Path(work))
-        for note in shrunk.notes:
-            print(f"  {note}")
-        results = prove(shrunk, Path(work), steps=max(2, arguments.steps))
     from pipeline.plan.proof.table import print_results  # noqa: PLC0415
 
-    print_results(results, gradients=arguments.gradients)
+    results: list[ProofResult] = []
+    steps, proven = max(2, arguments.steps), list[ConfigTree]()
+    with tempfile.TemporaryDirectory(prefix="headrace-prove-") as work:
+        for stage in real.stages or (real,):  # both sides of a border; one process reads what each layout saves
+            check_run(stage)
+            place = Path(work, str(stage.stage))
+            place.mkdir()
+            shrunk = shrink_run(stage, steps=steps, work=place)
+            if name := stage.accounts.names[stage.stage]:
+                known = " is shrunk to the same run as an earlier stage" if shrunk.config in proven else ""
+                print(f"stage '{name}'{known or f': {stage.layout}'}", flush=True)
+            if shrunk.config in proven:
+                continue
+            proven.append(shrunk.config)
+            for note in shrunk.notes:
+                print(f"  {note}")
+            found = prove(shrunk, place, steps=steps)
+            print_results(found, gradients=arguments.gradients)
+            results += found
     verdict, words = _verdict(results)
     print(f"{words} in {time.monotonic() - started:.0f} s")
     return verdict
@@ -95,8 +107,8 @@ def on_fewest_processes(config: Config) -> ResolvedRun:
         model_ranks *= size or 1
     keys = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     derived = []
-    if config.train_batch_size and all(keys):
-        derived = [max(1, config.train_batch_size // ((keys[0] or 1) * (keys[1] or 1)))]
+    if config.largest_batch and all(keys):
+        derived = [max(1, config.largest_batch // ((keys[0] or 1) * (keys[1] or 1)))]
     sizes = (config.parallel.hybrid_shard_size, config.zero_optimization.zero_hpz_partition_size)
     shard = [2 * size for size in sizes if size]
     unit = fewest_processes(config) // model_ranks  # unit of data ranks that ep and hybrid sharding need

@@ -207,7 +207,9 @@ def real_model(run: ResolvedRun) -> PretrainedConfig:
         ConfigError, DataError: the architecture or a key is unknown, or `model.path` is not a Hugging Face folder.
     """
     tokenizer = {"vocab_size": 1, "bos_id": None, "eos_id": EOS, "pad_id": None}
-    return resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=run.config.data.sequence_length)
+    changes = {} if run.place is None else dict(run.place.stage.model)
+    length = run.config.data.sequence_length
+    return resolve_hf_config(run.config.model, tokenizer=tokenizer, sequence_length=length, changes=changes)
 
 
 def proven_attention(section: ModelSection) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.plan.predict.failures import UnderFailures, under_failures
+from pipeline.plan.predict.interval import days_text, hours_text
 from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import Plan, make_plan
 from pipeline.plan.predict.planned_run import PlannedRun, check_fp8_machine
 from pipeline.plan.search.changes import applied, nearest_change
 from pipeline.plan.search.fewest_nodes import MOST_NODES, fastest_that_fits, fewest_nodes
 from pipeline.plan.search.search import in_layout
-from pipeline.plan.show import days_text, hours_text, money_of
+from pipeline.plan.show import money_of
 from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.runtime.machines.known import known_machines, load_machine
 from pipeline.runtime.machines.machine import Machine

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from foundation.errors import TrainingError
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.sections.run import AnomaliesSection
 from pipeline.data.micro_batch import StepBatch
 from pipeline.data.skips import Skips
@@ -56,14 +57,23 @@ class Rollback(Exception):  # noqa: N818  control flow, not an error
         streak: number of bad steps so far without progress between them.
     """
 
-    def __init__(self, step: int, anomaly: Anomaly, *, streak: int, skips: Skips, row: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        step: int,
+        anomaly: Anomaly,
+        *,
+        streak: int,
+        skips: Skips,
+        row: Mapping[str, Any],
+        accounts: StepAccounts | None = None,
+    ) -> None:
         super().__init__(f"roll back from step {step}")
-        self.step, self.streak = step, streak
+        self.step, self.streak, self._accounts = step, streak, accounts
         self._anomaly, self._skips, self._row = anomaly, skips, dict(row)
 
     def skips_from(self, checkpoint_step: int) -> Skips:
         """Returns the run's skips after a rollback to the checkpoint of a step."""
-        return self._skips.past(self.step, since=checkpoint_step)
+        return self._skips.past(self.step, since=checkpoint_step, accounts=self._accounts)
 
     def event(self, skips: Skips) -> dict[str, Any]:
         """Returns the journal's row, which gets the checkpoint's step, since rows of later steps are removed."""
@@ -109,7 +119,7 @@ class GuardedStepper:
         engine: executes the steps.
         section: the config's `anomalies`.
         fp16: whether the loss is scaled (fp16).
-        samples: global batch size, in samples per step.
+        accounts: samples of every step of the run.
         skips: data that is skipped; also an attribute.
         record: records events; called on every rank, ignored on ranks without a journal.
         can_roll_back: returns whether there is a checkpoint for a rollback. Collective.
@@ -121,14 +131,14 @@ class GuardedStepper:
         section: AnomaliesSection,
         *,
         fp16: bool,
-        samples: int,
+        accounts: StepAccounts,
         skips: Skips,
         record: EventRecorder,
         can_roll_back: Callable[[], bool],
     ) -> None:
         self._engine, self._section = engine, section
         self._detector = SpikeDetector(window=section.window, deviations=section.deviations, scaled=fp16)
-        self.skips, self._samples = skips, samples
+        self.skips, self._accounts = skips, accounts
         self._record, self._can_roll_back = record, can_roll_back
         self._streak = _Streak()
         self._begun: deque[_Begun] = deque()
@@ -255,7 +265,8 @@ class GuardedStepper:
         if policy == "rollback" and not give_up:
             if self._can_roll_back():
                 row = self._row(step, anomaly, result, cause=anomaly.kind, reproduced=reproduced)
-                raise Rollback(step, anomaly, streak=self._streak.count, skips=self.skips, row=row)
+                about: dict[str, Any] = {"skips": self.skips, "accounts": self._accounts}
+                raise Rollback(step, anomaly, streak=self._streak.count, row=row, **about)
             policy = "skip"  # there is no checkpoint
         stop = give_up or policy == "stop"
         action = "stop" if stop else policy
@@ -274,7 +285,7 @@ class GuardedStepper:
         self._record(step, event=event, **self._row(step, anomaly, result, **more))
 
     def _row(self, step: int, anomaly: Anomaly, result: StepResult, **more: Any) -> dict[str, Any]:
-        samples = self.skips.samples(step, per_step=self._samples)
+        samples = self.skips.samples(step, self._accounts)
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
         limits = {"median": anomaly.median, "threshold": anomaly.threshold}
         return {
@@ -286,7 +297,7 @@ class GuardedStepper:
         }
 
     def _error(self, step: int, anomaly: Anomaly, reproduced: bool | None) -> TrainingError:
-        samples = self.skips.samples(step, per_step=self._samples)
+        samples = self.skips.samples(step, self._accounts)
         recheck = {None: "", True: " A recheck gave the same numbers.", False: " A recheck gave other numbers."}
         times = f"; {self._streak.count} bad steps without progress" if self._streak.count > 1 else ""
         field = "non_finite" if anomaly.kind == "non_finite" else "spikes"

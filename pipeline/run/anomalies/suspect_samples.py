@@ -21,15 +21,16 @@ from tokenizers import Tokenizer
 
 from data_prep.tokenizer.fingerprint import TOKENIZER_JSON
 from foundation.directory import Manifest, read_manifest
-from foundation.errors import DataError, HeadraceError
+from foundation.errors import DataError
 from foundation.paths import RUN
 from foundation.section import parse
 from pipeline.config.batch import BatchSizes
+from pipeline.config.past_stages import newest_manifest
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
-from pipeline.data.mixing_weights import Extent
-from pipeline.data.mixture import DataMixture, open_mixture
+from pipeline.data.mixture import DataMixture
 from pipeline.data.skips import Skips, skips_of
+from pipeline.data.stage_mixtures import open_mixtures
 from pipeline.data.trained_sample import TrainedDocument, trained_documents
 from pipeline.runtime.metrics.journal import read_rows
 
@@ -75,11 +76,13 @@ class Sample:
         number: global number of the sample, from 0.
         step: step that trained on the sample; None for a sample chosen by its number.
         micro_batch: (data rank, micro-batch) that contained the sample.
+        stage: number of the stage that trained on the sample, from 0.
     """
 
     number: int
     step: int | None
     micro_batch: tuple[int, int]
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,13 @@ class RunSamples:
 
     Attributes:
         run: the config, resolved for the number of processes that last started or resumed the run.
-        mixture: the run's data, verified to be unchanged.
+        mixtures: the data of every stage, verified to be unchanged; of the run itself without stages.
         skips: the data that the run skipped.
         tokenizer: the data's tokenizer.
     """
 
     run: ResolvedRun
-    mixture: DataMixture
+    mixtures: list[DataMixture]
     skips: Skips
     tokenizer: Tokenizer
 
@@ -110,11 +113,13 @@ class RunSamples:
         events = read_rows(run_dir, kind="event")
         worlds = [row["world_size"] for row in events if "world_size" in row]
         resolved = resolve(config, world_size=worlds[-1] if worlds else 1)
-        mixture = open_mixture(config.data, seed=config.run.seed, extent=Extent(resolved.steps, resolved.batch.samples))
-        _check_unchanged(mixture, manifest)
-        skips = skips_of(_newest_details(run_dir), events, step=math.inf)
-        tokenizer = Tokenizer.from_file(str(mixture.sources[0].tokenizer / TOKENIZER_JSON))
-        return cls(resolved, mixture, skips, tokenizer)
+        mixtures = open_mixtures(resolved)
+        for stage, mixture in zip(resolved.stages or (resolved,), mixtures, strict=True):
+            _check_unchanged(mixture, manifest, stage=resolved.accounts.names[stage.stage])
+        newest = newest_manifest(run_dir)
+        skips = skips_of({} if newest is None else newest.details, events, step=math.inf)
+        tokenizer = Tokenizer.from_file(str(mixtures[0].sources[0].tokenizer / TOKENIZER_JSON))
+        return cls(resolved, mixtures, skips, tokenizer)
 
     def samples_of_steps(self, first: int, last: int) -> Iterator[Sample]:
         """Yields the samples of the steps from first to last.
@@ -124,10 +129,10 @@ class RunSamples:
         """
         if not 1 <= first <= last <= self.run.steps:
             raise DataError(f"the run has steps 1 to {self.run.steps}, not {first} to {last}")
-        batch = self.run.batch
         for step in range(first, last + 1):
-            for place, number in enumerate(self.skips.samples(step, per_step=batch.samples)):
-                yield Sample(number, step, _micro_batch(batch, place))
+            stage, batch = self.run.accounts.stage(step), self.run.at(step).batch_of(step)
+            for place, number in enumerate(self.skips.samples(step, self.run.accounts)):
+                yield Sample(number, step, _micro_batch(batch, place), stage)
 
     def samples(self, first: int, last: int) -> Iterator[Sample]:
         """Yields the samples with the global numbers from first to last.
@@ -138,13 +143,17 @@ class RunSamples:
         if not 0 <= first <= last:
             raise DataError(f"samples are numbered from 0: there are no samples {first} to {last}")
         for number in range(first, last + 1):
-            yield Sample(number, None, _micro_batch(self.run.batch, number % self.run.batch.samples))
+            step = self.run.accounts.step_of_sample(number)
+            stage, place = self.run.accounts.stage(step), number - self.run.accounts.samples(step - 1)
+            yield Sample(number, None, _micro_batch(self.run.at(step).batch_of(step), place), stage)
 
     def header(self, sample: Sample) -> str:
         """Formats the sample's number, step, data rank, micro-batch and source."""
-        place = self.mixture.order.locate([sample.number])
-        source = self.mixture.sources[int(place.source[0])]
+        mixture, name = self.mixtures[sample.stage], self.run.accounts.names[sample.stage]
+        place = mixture.order.locate([sample.number])
+        source = mixture.sources[int(place.source[0])]
         step = "" if sample.step is None else f", step {sample.step}"
+        step += f", stage {name}" if name else ""
         rank, micro = sample.micro_batch
         known = self.run.topology.world_size > 1 and self.run.config.parallel.shares != "auto"  # measured shares change
         where = f" (data rank {rank}, micro-batch {micro})" if known else ""
@@ -157,8 +166,9 @@ class RunSamples:
             sample: a sample of this run.
             color: whether to mark the tokens that are in the loss by ANSI colors.
         """
-        mask_documents = self.run.config.data.mask_documents
-        for part in trained_documents(self.mixture, sample.number, mask_documents=mask_documents):
+        stage = self.run.stages[sample.stage] if self.run.stages else self.run
+        mask_documents = stage.config.data.mask_documents
+        for part in trained_documents(self.mixtures[sample.stage], sample.number, mask_documents=mask_documents):
             origin, targets = part.origin, int(part.targets.sum())
             line = f"-- document {origin.document}, tokens {origin.first} to {origin.first + len(origin.tokens)}"
             line += f" of {origin.length}" + (", fill-in-the-middle" if part.rearranged else "")
@@ -184,25 +194,16 @@ def _micro_batch(batch: BatchSizes, place: int) -> tuple[int, int]:
     return rest // batch.micro, micro
 
 
-def _check_unchanged(mixture: DataMixture, manifest: Manifest) -> None:
+def _check_unchanged(mixture: DataMixture, manifest: Manifest, *, stage: str) -> None:
     for field, parent in mixture.parents.items():
-        expected = manifest.parents.get(field, {}).get("fingerprint")
+        recorded = manifest.parents.get(f"stages.{stage}.{field}") or manifest.parents.get(field, {})
+        expected = recorded.get("fingerprint")
         if expected != parent["fingerprint"]:
             raise DataError(
                 f"{field}: {parent['path']} is not the data the run was trained on: its fingerprint was {expected},"
                 f" and is {parent['fingerprint']}\n  try: restore the old tokens; the same corpus, config and tokenizer"
                 f" give the same bytes again"
             )
-
-
-def _newest_details(run_dir: Path) -> dict[str, object]:
-    """Reads the details of the newest checkpoint with a readable manifest; skips damaged ones."""
-    for path in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
-        try:
-            return read_manifest(path, kind="checkpoint").details
-        except HeadraceError:
-            continue
-    return {}
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from foundation.foreign_folders import is_trainer_checkpoint
 from foundation.remote_folder import local_folder
 from pipeline.config.rules.expert_exchange import expert_exchange
 from pipeline.data.dataset import TokenDataset, tokenizer_details
+from pipeline.data.mixing_weights import Extent
 from pipeline.models.construction.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
 from pipeline.models.hf_config import VOCAB_MULTIPLE
@@ -73,7 +74,7 @@ def _vocabulary(prepared: PreparedRun) -> Iterator[str]:
 
 def _repetition(prepared: PreparedRun) -> Iterator[str]:
     run = prepared.run
-    epochs = prepared.mixture.order.epochs(run.steps * run.batch.samples)
+    epochs = prepared.mixture.order.epochs(Extent.of(run).samples)
     for source, seen in zip(prepared.mixture.sources, epochs, strict=True):
         if seen > _EPOCHS:
             yield (

@@ -67,10 +67,11 @@ def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
         yield Entry("checkpointing", f"activations: {memory.activation_checkpointing}, {which}", values)
     sizes = {"samples": batch.samples, "micro_batch": batch.micro, "gradient_accumulation": batch.accumulation}
     yield Entry("batch", str(batch), {**sizes, "sequence_length": batch.sequence_length, "tokens": batch.tokens})
-    samples, tokens = run.steps * batch.samples, run.steps * batch.tokens
+    samples, tokens = run.accounts.samples(run.steps), run.accounts.tokens(run.steps)
     length = {"steps": run.steps, "samples": samples, "tokens": tokens}
     yield Entry("length", f"{run.steps:,} steps = {samples:,} samples = {tokens:,} tokens", length)
-    rates = {step: run.schedule.lr(step) for step in _shown_steps(run.steps, warmup=run.schedule.warmup)}
+    yield from (_stage_entry(stage) for stage in run.stages)
+    rates = {step: run.at(step).schedule.lr(step) for step in _shown_steps(run.steps, warmup=run.schedule.warmup)}
     shown = ", ".join(f"{lr:.2e} at step {step:,}" for step, lr in rates.items())
     yield Entry("learning rate", f"{run.schedule.kind}: {shown}", {"schedule": run.schedule.kind, "at_step": rates})
     yield _optimizer_entry(config.optimizer, held=run.held_bytes_per_parameter)
@@ -79,6 +80,21 @@ def resolved_entries(run: ResolvedRun) -> Iterator[Entry]:
     yield _checkpoint_entry(config.run)
     here = f", on this host {config.run.local_dir}" if is_url(config.run.dir) else ""
     yield Entry("run directory", f"{config.run.dir}{here}", config.run.dir)
+
+
+def _stage_entry(run: ResolvedRun) -> Entry:
+    """Describes a stage or a batch ramp: its steps and batches, and what it changes at its border."""
+    assert run.place is not None
+    stage, accounts, first, last = run.place.stage, run.accounts, run.first_step, run.last_step
+    spans = [span for _, _, span in accounts.parts(first, last)]
+    sizes = f"{spans[0].samples} to {spans[-1].samples}" if len(spans) > 1 else f"{spans[0].samples}"
+    tokens = accounts.tokens(last) - accounts.tokens(first - 1)
+    text = f"steps {first:,} to {last:,}: {sizes} samples of {spans[0].sequence_length:,} tokens, {tokens:,} in all"
+    fresh = stage.section is not None and stage.section.optimizer_states == "fresh"
+    changes = {**stage.changes, **({"optimizer_states": "fresh"} if fresh else {})}
+    text += "".join(f"; {key} {json.dumps(value)}" for key, value in changes.items())
+    about = {"first_step": first, "last_step": last, "tokens": tokens, "changes": changes}
+    return Entry(f"stage {stage.name}" if stage.name else "batch ramp", text, {"name": stage.name, **about})
 
 
 def _optimizer_entry(section: OptimizerSection, *, held: float | None) -> Entry:
@@ -163,7 +179,8 @@ def _data_entries(data: DataSection) -> Iterator[Entry]:
 def _evaluation_entry(section: EvaluationSection) -> Entry:
     if section.samples == 0:
         return Entry("evaluation", "none", {"every": None, "samples": 0})
-    when = f"every {section.every:,} steps and at the end" if section.every else "at the end"
+    spans = ((section.every, "steps"), (section.every_tokens, "tokens"))
+    when = "".join(f"every {number:,} {unit} and " for number, unit in spans if number) + "at the end"
     what = f"{section.samples:,} samples per source" if section.samples else "the whole held-out split"
     return Entry("evaluation", f"{when}, {what}", {"every": section.every, "samples": section.samples})
 
@@ -221,6 +238,7 @@ def _parametrization(prepared: PreparedRun) -> Iterator[Entry]:
 
 def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     """Yields entries that follow from the data, the model and the run's directory."""
+    from pipeline.data.mixing_weights import Extent  # noqa: PLC0415  imports numpy
     from pipeline.engines.parallel.fp8 import fp8_layers  # noqa: PLC0415  imports torch
     from pipeline.engines.parallel.partition import stage_lines  # noqa: PLC0415  imports torch
 
@@ -232,7 +250,7 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     yield from _state_entries(prepared)
     if size.flops_per_token is not None:
         compute = f"{size.flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward"
-        yield Entry("compute", compute, {"flops": size.flops_per_token * run.steps * run.batch.tokens})
+        yield Entry("compute", compute, {"flops": size.flops_per_token * run.accounts.tokens(run.steps)})
     if prepared.has_experts:
         moe = run.config.moe
         loss = f", auxiliary loss x {moe.coefficient:g}" if moe.coefficient else ""
@@ -249,7 +267,7 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
     for line in stage_lines(run, prepared.model):
         label, text = line.split(": ", 1)
         yield Entry(label, text, text)
-    total = run.steps * run.batch.samples
+    total = Extent.of(run).samples
     epochs = prepared.mixture.order.epochs(total)
     for source, seen in zip(prepared.mixture.sources, epochs, strict=True):
         share = seen * source.windows / total

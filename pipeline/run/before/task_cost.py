@@ -70,8 +70,8 @@ def task_entries(prepared: PreparedRun) -> Iterator[Entry]:
         )
     if prepared.tasks:
         run = prepared.run
-        every, steps = run.config.evaluation.every, run.steps
-        times = 1 if every is None else -(-steps // every)
+        section, steps, tokens = run.config.evaluation, run.steps, run.accounts.tokens(run.steps)
+        times = -(-tokens // section.every_tokens) if section.every_tokens else -(-steps // (section.every or steps))
         share = times * total / (steps + times * total)
         text = f"{times:,} evaluations: about {share:.1%} of the run's arithmetic"
         if any(task.generated for task in prepared.tasks):

@@ -28,15 +28,16 @@ class StepMetrics(Hook):
     def numbers(self, numbers: StepNumbers, *, raised: bool) -> None:
         """Writes the row and the line."""
         step, result, cost = numbers.step, numbers.result, numbers.cost
-        batch, lr = self._here.run.batch, self._here.run.schedule.lr(step)
+        accounts, lr = self._here.run.accounts, self._here.run.schedule.lr(step)
         if math.isnan(result.loss) and not result.skipped:
             self._here.record(step, event="no_targets")
             self._here.say(f"step {step}: no token of its batch is a target (loss mask): it has no loss")
         self._here.sinks.write(
             "step",
             step,
-            samples=step * batch.samples,
-            tokens=step * batch.tokens,
+            samples=accounts.samples(step),
+            tokens=accounts.tokens(step),
+            **({"stage": stage} if (stage := accounts.name(step)) else {}),
             loss=result.loss,
             **numbers.parts,
             lr=lr,

@@ -56,7 +56,7 @@ class MeasuredStepTime(Hook):
         """Adds the cost of the step: its speed over all ranks, and the MFU of one device."""
         self._slow = raised
         seconds, waited = self._clock.lap()
-        rate = self._run.batch.tokens / seconds
+        rate = self._run.accounts.tokens_in(numbers.step) / seconds
         own = rate if self._group is None else rate * self._group.own_share
         flops, peak = self._flops, self._peak
         used = mfu(own, flops, peak, self._run.topology.world_size) if flops and peak else None

@@ -28,7 +28,7 @@ class Metrics:
         step: the newest row of a step; {"step": 0} before the first.
         evaluation: the newest row of an evaluation; empty before the first.
         tasks: task -> its newest figures.
-        recent: (step, time) of the newest steps, seconds since the epoch.
+        recent: (step, seconds since the epoch, tokens so far) of the newest steps.
         sums: seconds by category, one sum for each attempt that has rows.
         checkpoints: step of a checkpoint -> time when it was written, in seconds since the epoch.
         shares: the newest event of balanced shares; empty where shares are fixed.
@@ -41,7 +41,7 @@ class Metrics:
     step: JournalRow = field(default_factory=lambda: {"step": 0})
     evaluation: JournalRow = field(default_factory=dict)
     tasks: dict[str, JournalRow] = field(default_factory=dict)
-    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     sums: SumsByAttempt = field(default_factory=SumsByAttempt)
     checkpoints: dict[int, float] = field(default_factory=dict)
     shares: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def _add(metrics: Metrics, line: bytes) -> None:
     if kind == "step":
         metrics.step = row
         if time is not None:
-            metrics.recent.append((step, time))
+            metrics.recent.append((step, time, int(row.get("tokens") or step)))
     elif kind == "eval":
         metrics.evaluation = row
     elif str(kind).startswith(TASK):
@@ -117,15 +117,25 @@ def _add_event(metrics: Metrics, row: JournalRow, step: int, time: float | None)
         metrics.events.append(row)
 
 
-def seconds_left(metrics: Metrics, *, steps: int | None) -> float | None:
+def seconds_left(metrics: Metrics, *, steps: int | None, tokens: int | None = None) -> float | None:
     """Estimates a run's remaining seconds, evaluations and checkpoints included; None where unknown so far.
 
     It uses the wall-clock time of the last steps, without breaks (restarts) of more than ten times the median.
+
+    Args:
+        metrics: the newest steps.
+        steps: steps of the whole run; None where unknown.
+        tokens: tokens of the whole run, to which time is proportional where steps differ (stages, a batch ramp).
     """
     recent = list(metrics.recent)
-    laps = [later[1] - earlier[1] for earlier, later in pairwise(recent) if later[0] > earlier[0]]
+    laps = [
+        (later[1] - earlier[1], later[2] - earlier[2]) for earlier, later in pairwise(recent) if later[0] > earlier[0]
+    ]
     if steps is None or not laps:
         return None
-    median = sorted(laps)[len(laps) // 2]
-    kept = [lap for lap in laps if lap <= 10 * median + 1]
-    return max(0, steps - int(metrics.step["step"])) * sum(kept) / len(kept)
+    median = sorted(seconds for seconds, _ in laps)[len(laps) // 2]
+    kept = [lap for lap in laps if lap[0] <= 10 * median + 1]
+    seconds = sum(lap[0] for lap in kept)
+    if tokens is not None and (seen := sum(lap[1] for lap in kept)) > 0:
+        return max(0, tokens - int(metrics.step["tokens"])) * seconds / seen
+    return max(0, steps - int(metrics.step["step"])) * seconds / len(kept)

@@ -13,6 +13,7 @@ from foundation.directory import read_manifest
 from foundation.errors import ConfigError, DataError
 from foundation.remote_run import up_to_date
 from pipeline.config.load import LoadedConfig, read_config
+from pipeline.config.past_stages import continued
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.config.topology import Topology
@@ -55,7 +56,8 @@ def resolve_run(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded, launch = read_config(arguments.config, arguments.overrides), detect()
     config = change(loaded.config)
-    begun = has_begun(up_to_date(config.run.dir), train_batch_size=config.train_batch_size)
+    run_dir = up_to_date(config.run.dir)
+    config, begun = continued(config, run_dir), has_begun(run_dir, config=config)
     if arguments.nproc is None:
         _start_pod(
             lambda processes: _check_no_spare(resolve(config, world_size=processes, begun=begun).topology, processes)
@@ -111,7 +113,7 @@ def _print_notes(loaded: LoadedConfig) -> None:
         print(f"{label}: {', '.join(texts)}", flush=True)
 
 
-def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:
+def has_begun(run_dir: Path, *, config: Config) -> bool:
     """Tells whether the run has trained in its directory before: if so, it goes on with the present processes.
 
     Another batch size makes it another run, whose sizes have to divide as in any new run.
@@ -122,7 +124,7 @@ def has_begun(run_dir: Path, *, train_batch_size: int | None) -> bool:
         before = read_manifest(run_dir, kind="run").config
     except DataError:  # killed before its first checkpoint; any other problem is reported where the directory is opened
         return True
-    return before.get("train_batch_size") == train_batch_size
+    return bool(before.get("train_batch_size") == config.model_dump(mode="json")["train_batch_size"])
 
 
 def _check_nproc(processes: int, launch: Launch) -> None:

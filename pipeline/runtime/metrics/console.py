@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -29,13 +30,14 @@ class TrainingDisplay:
         first: number of steps already done.
         total: steps of the whole run.
         shown: true on the rank that prints, rank 0.
+        tokens: tokens of the first n steps, by which time is estimated; None where all steps are alike.
     """
 
-    def __init__(self, *, first: int, total: int, shown: bool) -> None:
+    def __init__(self, *, first: int, total: int, shown: bool, tokens: Callable[[int], int] | None = None) -> None:
         self._console = Console(stderr=True, quiet=not shown)
         self._live = shown and self._console.is_terminal
         self._total, self._shown, self._printed_at = total, shown, 0.0
-        self._loss, self._left = SmoothedLoss(), TimeLeft(total)
+        self._loss, self._left = SmoothedLoss(), TimeLeft(total, tokens)
         # fits a terminal of 80 columns, so that no number is truncated
         columns = (BarColumn(bar_width=6), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
         self._bar = Progress(*columns, console=self._console, disable=not self._live)
@@ -101,10 +103,11 @@ class TimeLeft:
 
     Args:
         total: steps of the whole run.
+        work: work of the first n steps, to which their time is proportional; None for the number of steps.
     """
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, total: int, work: Callable[[int], int] | None = None) -> None:
+        self._total, self._work = total, work or (lambda step: step)
         self._first: tuple[int, float] | None = None
 
     def after(self, step: int) -> str:
@@ -113,5 +116,6 @@ class TimeLeft:
         if self._first is None or step <= self._first[0]:  # the estimate begins anew after a rollback
             self._first = step, now
             return ""
-        done, seconds = step - self._first[0], now - self._first[1]
-        return clock(seconds / done * (self._total - step)) if step < self._total else ""
+        work, seconds = self._work, now - self._first[1]
+        rate = seconds / (work(step) - work(self._first[0]))
+        return clock(rate * (work(self._total) - work(step))) if step < self._total else ""

@@ -54,6 +54,22 @@ def test_a_layout_is_proven_without_its_data_in_fp32_and_its_own_precision(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.integration
+def test_both_sides_of_a_border_are_proven_in_their_own_layouts(tmp_path: Path) -> None:
+    rope = {"config": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}}
+    long = {"name": "long", "data": {"sequence_length": 64}, "model": rope, "parallel": {"tp": 2}}
+    stages = [{"name": "stable", "until": {"steps": 5}}, {"name": "more", "until": {"steps": 9}}, long]
+    config = tiny_config(tmp_path / "nowhere", tmp_path / "run", engine="torch", scheduler=None, stages=stages)
+    said = output_of(prove("--config", str(write_config(tmp_path / "c.json", config)), "--steps", "4"))
+    stable, more, long_said = said.partition("stage 'stable'")[2].partition("stage 'more'")[2].partition("stage 'long'")
+    assert "is shrunk to the same run as an earlier stage" in stable
+    assert more == "stage 'long'"
+    assert "tp 2, 4 steps in fp32" in long_said
+    assert "yarn" not in said or "not reached" not in long_said
+    assert said.count("gradient") >= 2
+    assert "proven in" in said
+
+
 def test_an_illegal_layout_is_refused_before_anything_runs(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "nowhere", tmp_path / "run", parallel={"pp": 2})
     said = refusal_of(prove("--config", str(write_config(tmp_path / "c.json", config))))

@@ -54,7 +54,7 @@ class Run:
             self.engine,
             AnomaliesSection(**section),
             fp16=self.run.config.fp16.enabled,
-            samples=self.run.batch.samples,
+            accounts=self.run.accounts,
             skips=NO_SKIPS,
             record=lambda step, **values: self.events.append({"step": step, **values}),
             can_roll_back=lambda: checkpoint,

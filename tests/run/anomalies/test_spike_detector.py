@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from pipeline.config.accounts import StepAccounts
 from pipeline.data.skips import NO_SKIPS, Skip, Skips, skips_of
 from pipeline.run.anomalies.spike_detector import SpikeDetector
 
@@ -98,7 +99,7 @@ def test_a_detector_restored_from_its_state_gives_the_same_results() -> None:
 
 def test_a_run_without_skips_trains_on_data_step_s_in_step_s() -> None:
     assert [NO_SKIPS.data_step(step) for step in (1, 2, 99)] == [1, 2, 99]
-    assert NO_SKIPS.samples(3, per_step=8) == range(16, 24)
+    assert NO_SKIPS.samples(3, StepAccounts.constant(8, 32, 9)) == range(16, 24)
 
 
 def test_after_a_rollback_all_data_since_the_checkpoint_is_skipped() -> None:

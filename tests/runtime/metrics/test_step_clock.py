@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.topology import Topology
 from pipeline.engines.base import StepResult
 from pipeline.run.hooks.hook import StepNumbers
@@ -51,7 +52,7 @@ def test_steps_are_timed_from_report_to_report_without_what_is_excluded(monkeypa
 
 def test_the_mfu_of_a_step_is_that_of_one_device() -> None:
     clock: Any = SimpleNamespace(lap=lambda: (2.0, 0.5))
-    run: Any = SimpleNamespace(batch=SimpleNamespace(tokens=64), topology=Topology(dp=2, tp=2))
+    run: Any = SimpleNamespace(accounts=StepAccounts.constant(2, 32, 9), topology=Topology(dp=2, tp=2))
     numbers = StepNumbers(1, StepResult(1.0, {}, 1.0), begun=2, parts={})
     MeasuredStepTime(clock, run, None, flops=3.0, peak=96.0).numbers(numbers, raised=False)
     assert numbers.cost.tokens_per_second == 64 / 2.0
