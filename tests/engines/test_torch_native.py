@@ -255,7 +255,7 @@ def test_an_error_of_a_schedule_keeps_its_cause_and_our_own_is_unwrapped() -> No
     schedule = PipelineSchedule.__new__(PipelineSchedule)
     module: Any = SimpleNamespace(begin=lambda *_args, **_scale: None, stage=SimpleNamespace(first=False))
     schedule._prepare, schedule._stage_modules = lambda _count: None, [module]
-    schedule._micro_batches, schedule._device = 1, torch.device("cpu")
+    schedule._micro_batches, schedule._device, schedule._carries = 1, torch.device("cpu"), False
     ours = ConfigError("key", 1, why="why", remedy="another")
     for cause, expected in ((ValueError("the cause"), RuntimeError), (ours, ConfigError)):
 

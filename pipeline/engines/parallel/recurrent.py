@@ -34,6 +34,7 @@ from pipeline.engines.parallel.collectives import all_gather, reduce_scatter
 from pipeline.engines.parallel.recurrent_heads import own_heads
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.tensor_plan import BlockCall, BlockKind, close, recorded_calls
+from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.models.attention import ATTENTION_NAME, AttentionContext
 from pipeline.models.hf_config import config_from, config_key
 from pipeline.models.multi_token import original_module
@@ -61,7 +62,13 @@ def recurrent_blocks(model: nn.Module) -> dict[str, bool]:
 
 @cache
 def _kinds(key: str) -> dict[BlockKind, bool]:
-    """Finds the recurrent kinds of blocks of an architecture on a tiny model; none if that fails. Cached by config."""
+    """Returns the recurrent kinds of blocks of an architecture; cached by config, in memory and on disk."""
+    rows = remembered("recurrent", [key], lambda: [[*kind, divides] for kind, divides in _tried_kinds(key).items()])
+    return {BlockKind(name, module, tuple(parameters)): divides for name, module, parameters, divides in rows}
+
+
+def _tried_kinds(key: str) -> dict[BlockKind, bool]:
+    """Finds the recurrent kinds of blocks on a tiny model; none if that fails."""
     from pipeline.engines.parallel.architecture_trial import random_model  # noqa: PLC0415  # it imports this module
 
     documents = (torch.arange(_T) >= _BOUNDARY).int()[None]

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from foundation.errors import ConfigError
 from pipeline.engines.parallel.stage_messages import CarriedTensor, LayerRecorder, several
+from pipeline.engines.parallel.trial_cache import real_tensors
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
@@ -121,8 +122,9 @@ def _derived_plan(key: str) -> StagePlan:
     If layers take more than hidden states, from a second model with all layers of the real one.
     """
     config = config_from(key)
-    plan = _Derivation(_tiny_model(config, layers=2)).plan()
-    return _Derivation(_tiny_model(config, layers=config.num_hidden_layers)).plan() if plan.carried else plan
+    with real_tensors():
+        plan = _Derivation(_tiny_model(config, layers=2)).plan()
+        return _Derivation(_tiny_model(config, layers=config.num_hidden_layers)).plan() if plan.carried else plan
 
 
 def _tiny_model(config: PretrainedConfig, *, layers: int) -> nn.Module:

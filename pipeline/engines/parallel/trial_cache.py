@@ -10,17 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
 
 from foundation.directory import write_text
 from foundation.remote_directory import cache_root
 
 _SOURCES = ("engines", "models", "data")
 _RESULT = "result"
+
+
+def real_tensors() -> AbstractContextManager[None]:
+    """A context in which a tiny model has real tensors, also inside a step on the fake device."""
+    return _disable_current_modes()
 
 
 def remembered(what: str, inputs: Sequence[str], compute: Callable[[], Any]) -> Any:
@@ -35,7 +42,8 @@ def remembered(what: str, inputs: Sequence[str], compute: Callable[[], Any]) -> 
     path = trials_folder() / f"{what}-{digest[:32]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(path.read_text(encoding="utf-8"))[_RESULT]
-    result = compute()
+    with real_tensors():
+        result = compute()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({_RESULT: result}))

@@ -161,6 +161,6 @@ def test_explain_layout_prints_stages_and_shards_of_a_family_or_why_there_are_no
     assert "  model.layers.*.mlp  gate_proj colwise, up_proj colwise, down_proj rowwise\n" in run(
         "explain", "layout", "llama"
     )
-    assert "refused: it has no attention heads" in run("explain", "layout", "rwkv")
+    assert "refused: hrm_text has no base_model_pp_plan, and none" in run("explain", "layout", "hrm_text")
     with pytest.raises(ConfigError, match="no such model_type"):
         list(layout_lines("llamma"))
