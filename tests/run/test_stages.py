@@ -74,7 +74,9 @@ def test_rows_and_readers_count_every_step_as_it_was(whole: Path) -> None:
     assert [row["tokens"] for row in ledger] == [256, 1024, 512]
     assert [row["targets"] for row in ledger[:2]] == [256, 1024]
     last = read_manifest(whole / f"checkpoints/step-{STEPS:08}", kind="checkpoint").details["ledger"][-1]
-    assert 0 < last["targets"] < last["tokens"] == 1536  # no target crosses a border of documents
+    documents = 24 * 64 - last["targets"]  # no target crosses a border of documents, of which these samples have few
+    assert 0 <= documents < 24
+    assert last["tokens"] == 24 * 64
     windows = RunSamples.open(whole).mixtures[0].sources[0].windows
     assert ledger[1]["epochs"] == [round(40 / windows, 6)]
     lineage = training_lineage(read_manifest(whole / "checkpoints" / f"step-{STEPS:08}", kind="checkpoint"))
