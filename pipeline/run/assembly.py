@@ -66,7 +66,7 @@ def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> Gu
     run, store = here.run, here.prepared.store
 
     def has_checkpoint() -> bool:
-        return bool(on_rank_zero(store.checkpoints))
+        return store.start is not None or bool(on_rank_zero(store.checkpoints))
 
     stepper = GuardedStepper(
         here.engine,

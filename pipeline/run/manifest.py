@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.directory import write_manifest
-from pipeline.checkpoint.checkpoint import IMPORTED, CheckpointInfo
+from pipeline.checkpoint.checkpoint import BRANCH, IMPORTED, CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
 from pipeline.data.skips import Skips
 from pipeline.run.prepare import PreparedRun
@@ -23,12 +23,14 @@ class RunManifest:
         rank: global rank of this process; only rank 0 writes.
         stages: speeds of the pipeline stages, if measured.
         imported: kind, path, step and fingerprint of the foreign checkpoint with which the run began, if any.
+        branch: run, step, samples and lineage of the checkpoint with which the run began, if any.
     """
 
     prepared: PreparedRun
     rank: int
     stages: MeasuredStages | None = None
     imported: Mapping[str, Any] | None = None
+    branch: Mapping[str, Any] | None = None
 
     def write(self, step: int) -> None:
         """Records the number of saved steps, the resolved config and the parents. Called on every rank; rank 0 writes.
@@ -42,6 +44,8 @@ class RunManifest:
         details: dict[str, Any] = {"step": step, "steps": run.steps, "finished": step == run.steps}
         if self.stages is not None:
             details["stages"] = self.stages.row()
+        if self.branch is not None:
+            details[BRANCH] = {key: value for key, value in self.branch.items() if key != "lineage"}
         config = run.config.model_dump(mode="json")
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 
@@ -80,5 +84,7 @@ class RunManifest:
             details["extra_weights"] = prepared.extra_weights
         if self.imported is not None:
             details[IMPORTED] = dict(self.imported)
+        if self.branch is not None:
+            details[BRANCH] = dict(self.branch)
         details |= groups or {}
         return CheckpointInfo(step, run.config.model_dump(mode="json"), prepared.parents, details)

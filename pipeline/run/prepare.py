@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.layers import original_name
 from pipeline.models.routers import has_experts
+from pipeline.run.branch import Origin, check_origin, find_origin
 from pipeline.run.resume import check_run_dir
 from pipeline.runtime.launch import detect
 from pipeline.runtime.metrics.tensorboard_sink import check_tensorboard
@@ -70,6 +71,7 @@ class PreparedRun:
         teacher: teacher in memory of a distillation; None in other runs.
         logits: cached logits of a distillation that uses them; None in other runs.
         tasks: the tasks of `evaluation.tasks`, with their requests.
+        origin: checkpoint of another run with which the run begins (`run.from`); None without one.
     """
 
     run: ResolvedRun
@@ -86,6 +88,7 @@ class PreparedRun:
     teacher: TeacherModel | None = None
     logits: CachedLogits | None = None
     tasks: tuple[EncodedTask, ...] = ()
+    origin: Origin | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -159,6 +162,10 @@ def prepare(run: ResolvedRun) -> PreparedRun:
         keep_every=None if remote else section.keep_every,
         url=section.dir if remote else None,
     )
+    origin = find_origin(section, store, steps=run.steps)
+    if origin is not None:
+        check_origin(origin, model=model, tokenizer=tokenizer)
+        store.start = origin.checkpoint
     plain = described(hf_config)
     parents = {
         **mixture.parents,
@@ -173,9 +180,10 @@ def prepare(run: ResolvedRun) -> PreparedRun:
     curve = {**curve_fields(run), **sparse, "model.resolved": plain, **prints}
     check_run_dir(config.run, store, curve, steps=run.steps)
     generation = None if config.model.path is None else read_generation(local_folder(config.model.path))
-    return PreparedRun(
+    prepared = PreparedRun(
         run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits, tasks
     )
+    return replace(prepared, origin=origin)
 
 
 def _tasks(run: ResolvedRun, model: nn.Module, tokenizer: Path) -> tuple[EncodedTask, ...]:

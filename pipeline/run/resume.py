@@ -18,7 +18,7 @@ from foundation.directory import MANIFEST, Manifest, existing_parent, read_manif
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.remote_directory import CACHE, cache_root
 from foundation.section import suggest
-from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.checkpoint import MERGED, Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.rules.curve import Curve, is_allowed, miscounts, written_keys
 from pipeline.config.schedule import Schedule
@@ -47,8 +47,10 @@ def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, 
     _check_is_run(run_dir)
     checkpoints = store.candidates()
     if not checkpoints:
-        _refuse_lost_checkpoints(run_dir)
+        _refuse_lost_checkpoints(run_dir, begun=store.start.step if store.start is not None else 0)
         _check_writable(run_dir)
+        if store.start is not None:
+            refuse_other_counts(store.start, curve)
         return
     newest = checkpoints[0]
     if section.resume == "never":
@@ -92,6 +94,24 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequenc
             f"{listed}\n{_rates(checkpoint, was, curve)}{_states(checkpoint, curve)}"
             f"  try: choose another run.dir, put the fields back{_words_back(changed)}, or, if it is meant,"
             f" run.allow_change: [{names}]"
+        )
+
+
+def refuse_other_counts(start: Checkpoint, curve: Curve) -> None:
+    """Refuses a branch in which a step has another number of tokens than in the run from which it comes.
+
+    Everything else may differ: the data and its order, too, since the steps up to the start are the other run's.
+
+    Raises:
+        CheckpointError: the sequence length or the batch size differs.
+    """
+    was = start.manifest.details["curve"]
+    rows = [row for row in changed_fields(was, curve) if row[0] in ("train_batch_size", "data.sequence_length")]
+    if rows:
+        listed = "\n".join(f"    {line}" for line in describe_changes(rows))
+        raise CheckpointError(
+            f"{start.path}: run.from continues its count of tokens, and these keys differ:\n{listed}\n"
+            f"  try: put them back{_words_back(rows)}, or start another run from the exported weights (model.path)"
         )
 
 
@@ -153,6 +173,8 @@ def _states(checkpoint: Checkpoint, now: Curve) -> str:
 
 def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
     """Tells why the optimizer starts afresh from a checkpoint; None if it takes the checkpoint's state."""
+    if MERGED in checkpoint.manifest.details:
+        return "the optimizer's state starts at zero: the checkpoint is merged from others, and has weights alone"
     before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
     if before == after:
         return None
@@ -264,12 +286,12 @@ def _paths(value: Any, at: str = "") -> Iterator[str]:
         yield from _paths(inner, path)
 
 
-def _refuse_lost_checkpoints(run_dir: Path) -> None:
-    """Refuses to restart a run that had a checkpoint and has none any more."""
+def _refuse_lost_checkpoints(run_dir: Path, *, begun: int) -> None:
+    """Refuses to restart a run that had a checkpoint after step `begun`, its first, and has none any more."""
     if not (run_dir / MANIFEST).exists():
         return
     step = read_manifest(run_dir, kind="run").details.get("step", 0)
-    if step:
+    if step > begun:
         why = f"it was trained to step {step}, but its checkpoints are gone"
         remedy = f"put {run_dir}/checkpoints back, or choose another run.dir to start over"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)

@@ -27,6 +27,7 @@ from pipeline.run.anomalies.guarded_step import Rollback
 from pipeline.run.assembly import make_stepper, make_trainer, open_group, open_journal, open_services
 from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches, recorded_skips
+from pipeline.run.branch import origin_details
 from pipeline.run.connect import check_and_prepare, connect
 from pipeline.run.manifest import RunManifest
 from pipeline.run.memory_checkpoints import KeptCopies, kept_copies
@@ -106,7 +107,8 @@ def train(run: ResolvedRun, make_objective: MakeObjective, *, signals: StopSigna
                 data, progress = run.config.data, watchdog.report_progress
                 staged = staged_data(data, prepared.mixture, prepared.heldout, say=session.say, progress=progress)
                 clean_up = stack.enter_context(staged)
-                # Decide: resume from the newest intact checkpoint, or begin at step 1.
+                # Decide: resume from the newest intact checkpoint, or begin: at step 1, or with another run's state.
+                session.pin_start()
                 checkpoint = session.newest_checkpoint()
                 # Allocate: initial values are drawn only where no checkpoint is about to overwrite them.
                 engine = session.allocate(make_objective, device=device, mesh=mesh, checkpoint=checkpoint)
@@ -194,9 +196,19 @@ class Session:
         """
         store, progress = self.prepared.store, self.watchdog.report_progress
         checkpoint = store.newest_intact(self.say, on_progress=progress, files=self.files)
-        if checkpoint is not None:
+        if checkpoint is not None and not self.begins_with(checkpoint):
             refuse_other_curve(checkpoint, self.prepared.curve, allowed=self.prepared.run.config.run.allow_change)
         return checkpoint
+
+    def pin_start(self) -> None:
+        """Keeps the checkpoint with which the run begins, if any, from the retention of its own run. Collective."""
+        if (origin := self.prepared.origin) is not None:
+            self.say(on_rank_zero(partial(origin.pin, self.prepared.run.config.run.dir)))
+
+    def begins_with(self, checkpoint: Checkpoint) -> bool:
+        """Tells whether a checkpoint is the one of another run with which this run begins."""
+        start = self.prepared.store.start
+        return start is not None and checkpoint.path == start.path
 
     def allocate(
         self, make_objective: MakeObjective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
@@ -243,7 +255,9 @@ class Session:
             TrainingError: the run cannot go on.
         """
         details, done = (checkpoint.manifest.details, checkpoint.step) if checkpoint else ({}, 0)
-        manifest = RunManifest(self.prepared, self.launch.rank, self.stages, details.get(IMPORTED))
+        branch = origin_details(checkpoint.manifest, self.prepared.origin) if checkpoint is not None else None
+        imported = None if checkpoint is not None and self.begins_with(checkpoint) else details.get(IMPORTED)
+        manifest = RunManifest(self.prepared, self.launch.rank, self.stages, imported, branch)
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has no manifest yet
         skips = rollback.skips_from(done) if rollback else recorded_skips(checkpoint, self.prepared.run_dir)
         with ExitStack() as stack:

@@ -17,7 +17,7 @@ from pipeline.config.rules.communication import check_gradient_dtype, check_seco
 from pipeline.config.rules.data import check_data
 from pipeline.config.rules.expert_exchange import check_overlap
 from pipeline.config.rules.fallback_layouts import choose_layout
-from pipeline.config.rules.groups import check_islands, check_replicas_section, refuse_remote_groups
+from pipeline.config.rules.groups import check_islands, check_replicas_section, check_run_of_groups
 from pipeline.config.rules.layout import check_layout, check_schedule, micro_batch_constraints, topology_of
 from pipeline.config.rules.parametrization import check_parametrization
 from pipeline.config.rules.precision import (
@@ -343,7 +343,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
         lambda: check_length(config.run),
         lambda: check_checkpoints(config.run),
-        lambda: refuse_remote_groups(config),
+        lambda: check_run_of_groups(config),
         lambda: check_islands(config),
         lambda: check_replicas_section(config),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),

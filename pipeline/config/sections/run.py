@@ -8,10 +8,11 @@ the remedy of an error about its key.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from foundation.errors import RefusedValueError
 from foundation.paths import LocalPath, PathOrUrl
@@ -207,11 +208,20 @@ class Fp8Section(Section):
 class RunSection(Section):
     """Length, directory, seed and checkpoints of the run."""
 
+    model_config = ConfigDict(serialize_by_alias=True)  # `from` is a word of Python
+
     dir: PathOrUrl = Field(
         min_length=1,
         description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3; or the URL of one in an"
         " object store, e.g. s3://bucket/run: the run works in a directory below HEADRACE_CACHE, and uploads from there"
         " in the background",
+    )
+    origin: PathOrUrl | None = Field(
+        None,
+        alias="from",
+        description="Checkpoint of another run with which this run begins, RUN@STEP, e.g. runs/base@40000 or a URL: the"
+        " weights, the optimizer's states and the place in the data are the checkpoint's, and the next step follows;"
+        " absent: a run of its own",
     )
     steps: Count | None = Field(
         None,
@@ -285,6 +295,13 @@ class RunSection(Section):
         if value.startswith("hf://"):
             why = "a repository of the Hugging Face Hub has no conditional writes: two runs would mix their files"
             raise RefusedValueError(why, "use an s3://, gs:// or az:// URL, or a path")
+        return value
+
+    @field_validator("origin")
+    @classmethod
+    def _names_a_step(cls, value: str | None) -> str | None:
+        if value is not None and re.search(r"(@|/step-)\d+/?$", value) is None:
+            raise RefusedValueError("it names no step", f"use {value.rstrip('/')}@STEP, e.g. runs/base@40000")
         return value
 
     @property

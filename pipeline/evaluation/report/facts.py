@@ -27,6 +27,7 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
     checkpoint = _newest_checkpoint(run)
     return [
         ("steps", _steps(run)),
+        *_branch(run.manifest),
         ("tokens", f"{run.tokens:,}, {run.tokens_per_step:,.0f} per step"),
         *_parameters(run, folders),
         ("time in steps", duration(float(run.series("seconds").sum()))),
@@ -46,6 +47,11 @@ def _steps(run: RunRecord) -> str:
     if run.manifest.details.get("finished"):
         return f"{done:,}, finished"
     return f"{done:,} of {planned:,}, not finished"
+
+
+def _branch(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    if (branch := manifest.details.get("branch")) is not None:
+        yield "branch of", f"{branch['run']}, from step {branch['step']:,}"
 
 
 def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:

@@ -236,7 +236,7 @@ def test_a_checkpoint_that_is_imported_to_a_url_is_there_and_goes_on_there(
     assert "manifest.json" not in objects_below(COPIED)
     [remedy] = [line for line in said.splitlines() if "what was made is kept" in line]
     _, source, target = remedy.partition("; headrace ")[2].removesuffix(" uploads it").split()
-    assert "which uploads what was imported" in printed(capsys, *words, code=2)
+    assert "which uploads what was made" in printed(capsys, *words, code=2)
     lease = newest_lease(COPIED)
     assert lease is not None
     delete(f"{COPIED}/.lease/{lease.number:08d}")  # it could not be given back: half a minute
@@ -252,3 +252,23 @@ def test_a_checkpoint_that_is_imported_to_a_url_is_there_and_goes_on_there(
     assert f"uploaded to {other}: " in said
     assert f"output: {other}; it goes on with: headrace train" in said
     assert "resuming after step 6" in launch("train.py", whole / "run.json", f"run.dir={other}")  # nothing is fetched
+
+
+@pytest.mark.integration
+def test_checkpoints_in_a_bucket_are_merged_in_place_and_the_result_is_there(
+    whole: Path, tmp_path: Path, store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(whole / "run", tmp_path / "run", symlinks=True))
+    printed(capsys, "copy", run_dir, COPIED)
+    printed(capsys, "merge", run_dir, "--last", "2", tmp_path / "here")
+    out = "s3://store/runs/merged"
+    assert f"uploaded to {out}" in printed(capsys, "merge", COPIED, "--last", "2", out)
+    assert list(working_directory(COPIED).rglob("*.distcp")) == []  # nothing was copied here
+    assert not [name for name in store.find("store/runs/copied") if ".pins" in name]
+    [merged] = remote_checkpoints(out)
+    (tmp_path / "there/checkpoints").mkdir(parents=True)
+    fetch_checkpoint(merged.url, tmp_path / "there/checkpoints/step-00000009")
+    assert files_of(tmp_path / "there/checkpoints/step-00000009") == files_of(
+        tmp_path / "here/checkpoints/step-00000009"
+    )
+    assert "exists already" in printed(capsys, "merge", COPIED, "--last", "2", out, code=2)
