@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from foundation.directory import Manifest
 from foundation.errors import CheckpointError, ConfigError, DataError, HeadraceError
-from foundation.storage import StorageError, patiently, read_object
+from foundation.storage import StorageError
 from pipeline.checkpoint.checkpoint import BRANCH, MERGED, Checkpoint, StoredCheckpoint
-from pipeline.checkpoint.export.find import Place, checkpoints_of_steps
-from pipeline.checkpoint.format.metadata import METADATA, decode_metadata, read_metadata
+from pipeline.checkpoint.export.find import Place, checkpoints_of_steps, metadata_of
 from pipeline.checkpoint.format.naming import FOLDER
 from pipeline.checkpoint.named_state import weight_key
 from pipeline.checkpoint.pins import pin
@@ -131,18 +129,12 @@ def check_origin(origin: Origin, *, model: nn.Module, tokenizer: Mapping[str, An
     if (details.get("tokenizer") or {}).get("fingerprint") != tokenizer["fingerprint"]:
         why = "its tokenizer is not that of data.sources: the same token id means different text"
         raise CheckpointError(f"{name}: {why}\n  try: data that was made with the run's tokenizer")
-    stored = {each.key: tuple(each.shape) for each in _metadata(origin.checkpoint).tensors}
+    stored = {each.key: tuple(each.shape) for each in metadata_of(origin.checkpoint).tensors}
     for parameter, shape in parameter_shapes(model).items():
         if stored.get(weight_key(parameter)) != tuple(shape):
             there = stored.get(weight_key(parameter), "nothing")
             why = f"{parameter} has shape {tuple(shape)} in the config's model, and {there} in the checkpoint"
             raise CheckpointError(f"{name}: {why}\n  try: model.config of that run, or keys that keep the shapes")
-
-
-def _metadata(checkpoint: Checkpoint) -> Any:
-    if isinstance(checkpoint, StoredCheckpoint):
-        return decode_metadata(patiently(partial(read_object, f"{checkpoint.url}/{METADATA}")))
-    return read_metadata(checkpoint.path)
 
 
 def origin_details(manifest: Manifest, origin: Origin | None) -> Mapping[str, Any] | None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foundation.configfile import ConfigTree, load, merge, overridden
 from foundation.directory import write_json
 from foundation.errors import ConfigError, DataError
 from foundation.paths import LOCAL, PLACE, is_url
 from foundation.section import parse
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint.checkpoint import Checkpoint
 
 _ALTERNATIVES = (("steps", "tokens"), ("checkpoint_every", "checkpoint_minutes"))
 """Keys of `run` of which a change of one replaces the other."""
@@ -61,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = place.checkpoints()
     step = arguments.at or place.step or found[0].step
     [checkpoint] = checkpoints_of_steps(place, found, [step])
-    tree = branched(_config_of(checkpoint), changes, start=f"{place.run}@{step}", run_dir=str(run_dir))
+    base = parse(Config, checkpoint.manifest.config).model_dump(mode="json", exclude_defaults=True)
+    tree = branched(base, changes, start=f"{place.run}@{step}", run_dir=str(run_dir))
     prepared = prepare(resolve(parse(Config, tree), world_size=arguments.processes or detect().world_size))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, tree)
@@ -71,15 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{out}: begins after step {step:,} of {place.run}, to step {prepared.run.steps:,} in {run_dir}")
     print(f"  it goes on with: {shlex.join(['headrace', 'train', '--config', str(out)])}")
     return 0
-
-
-def _config_of(checkpoint: Checkpoint) -> ConfigTree:
-    """Returns the config of a checkpoint's run, without keys that have their defaults."""
-    from pipeline.config.sections.run import Config  # noqa: PLC0415
-
-    plain = parse(Config, checkpoint.manifest.config).model_dump(mode="json", exclude_defaults=True)
-    tree: ConfigTree = json.loads(json.dumps(plain))
-    return tree
 
 
 def branched(base: ConfigTree, changes: Mapping[str, Any], *, start: str, run_dir: str) -> ConfigTree:
@@ -97,17 +85,13 @@ def branched(base: ConfigTree, changes: Mapping[str, Any], *, start: str, run_di
     own = changes.get("run") or {}
     if own.get("from", start) != start:
         raise ConfigError("run.from", own["from"], why="the command names the run and its step", remedy="remove it")
-    kept = {key: value for key, value in base.items() if not _other_type(key, value, changes)}
-    section = dict(base.get("run") or {})
-    for names in _ALTERNATIVES:
-        if any(own.get(name) is not None for name in names):
-            section = {key: value for key, value in section.items() if key not in names}
-    section = {key: value for key, value in section.items() if key != "allow_change"}
+    kept = {key: value for key, value in base.items() if not _is_replaced(value, changes.get(key))}
+    given = [names for names in _ALTERNATIVES if any(own.get(name) is not None for name in names)]
+    replaced = {"allow_change", *(name for names in given for name in names)}
+    section = {key: value for key, value in (base.get("run") or {}).items() if key not in replaced}
     return merge(merge({**kept, "run": section}, changes), {"run": {"from": start, "dir": run_dir}})
 
 
-def _other_type(key: str, value: Any, changes: Mapping[str, Any]) -> bool:
-    new = changes.get(key)
-    if key not in ("scheduler", "optimizer") or not isinstance(value, dict) or not isinstance(new, dict):
-        return False
-    return "type" in new and new["type"] != value.get("type")
+def _is_replaced(old: Any, new: Any) -> bool:
+    """Whether a section gets another `type`, with which the other keys lose their meaning."""
+    return isinstance(old, dict) and isinstance(new, dict) and new.get("type", old.get("type")) != old.get("type")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pipeline.run.task_evaluation import TaskEvaluation
 
 T = TypeVar("T")
+Scored = list[tuple[TokenDataset, EvaluationSums]]
+"""Sources with their sums of losses."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +98,29 @@ class HeldOutEvaluation:
         result.
         """
         started = time.perf_counter()
-        scored: list[tuple[TokenDataset, EvaluationSums]] = []
-        interruptible = _Interruptible(self)
+        interruptible, averaged = _Interruptible(self), Scored()
+        scored = self._scored(interruptible)
+        if self.here.run.config.run.ema is not None and not interruptible.cut_short:
+            from pipeline.engines.optim.weight_ema import averaged_weights  # noqa: PLC0415
+
+            with averaged_weights(self.here.engine):
+                averaged = self._scored(interruptible)
+        if interruptible.cut_short:
+            return interruptible.stop
+        self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
+        if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
+            self._report(step, scored, averaged, seconds=time.perf_counter() - started)
+        return interruptible.stop
+
+    def _scored(self, interruptible: _Interruptible) -> Scored:
+        """Returns the sums of every source; incomplete if the evaluation was cut short."""
+        scored = Scored()
         for dataset in self.batches.heldout:
             sums = self.here.engine.evaluate(interruptible.batches(self.batches.evaluation(dataset)))
             if interruptible.cut_short:
-                return interruptible.stop
+                break
             scored.append((dataset, sums))
-        self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
-        if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
-            self._report(step, scored, seconds=time.perf_counter() - started)
-        return interruptible.stop
+        return scored
 
     def _report_no_targets(self, step: int, datasets: Sequence[TokenDataset]) -> None:
         if datasets:
@@ -120,15 +134,18 @@ class HeldOutEvaluation:
             why = f"the loss mask leaves no target in the held-out windows of {', '.join(names)}"
             self.here.say(f"step {step}: {why}: {left}; more evaluation.samples may help")
 
-    def _report(self, step: int, scored: Sequence[tuple[TokenDataset, EvaluationSums]], *, seconds: float) -> None:
+    def _report(self, step: int, scored: Scored, averaged: Scored, *, seconds: float) -> None:
         targets = sum(sums.targets for _, sums in scored)
         loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
         row = {"loss": loss, "perplexity": perplexity(loss)}
         if per_byte is not None:
             row["bits_per_byte"] = per_byte
+        if averaged:
+            row["ema_loss"] = sum(sums.nats for _, sums in averaged) / targets
+        ema = f", EMA {row['ema_loss']:.4f}" if averaged else ""
         self.here.sinks.write(HELD_OUT, step, **row, targets=targets, seconds=seconds)
         self.here.say(
-            f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
+            f"step {step}: held-out loss {loss:.4f}{ema}, perplexity {row['perplexity']:.2f},"
             f" {show_bits_per_byte(per_byte)} bits per byte ({targets:,} tokens, {seconds:.1f} s)"
         )
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from foundation.errors import CheckpointError
 from foundation.foreign_folders import what_it_is
 from foundation.paths import is_url
 from foundation.remote_run import fetch_checkpoint, pull, url_of
+from foundation.storage import patiently, read_object
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
+from pipeline.checkpoint.format.metadata import METADATA, decode_metadata, read_metadata
 from pipeline.checkpoint.format.naming import LATEST, step_of
+from pipeline.checkpoint.format.shard_table import CheckpointMetadata
 from pipeline.checkpoint.store import CheckpointStore
 
 _AT_STEP = re.compile(r"(.+?)(?:@(\d+)|/checkpoints/step-(\d+)|/checkpoints/latest)?/?")
@@ -69,6 +73,17 @@ def checkpoints_of_steps(place: Place, found: Sequence[Checkpoint], steps: Seque
                 f"  try: the nearest it has, of step {there}; run.keep_every keeps checkpoints of a run"
             )
     return [by_step[step] for step in steps]
+
+
+def metadata_of(checkpoint: Checkpoint) -> CheckpointMetadata:
+    """Reads the metadata of a checkpoint, on this host or in an object store.
+
+    Raises:
+        CheckpointError, StorageError: the metadata cannot be read.
+    """
+    if isinstance(checkpoint, StoredCheckpoint):
+        return decode_metadata(patiently(partial(read_object, f"{checkpoint.url}/{METADATA}")))
+    return read_metadata(checkpoint.path)
 
 
 def is_checkpoint(path: Path) -> bool:

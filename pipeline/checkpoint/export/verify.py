@@ -106,6 +106,7 @@ def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Itera
     from pipeline.checkpoint.export import trained_model  # noqa: PLC0415  imports transformers, seconds
 
     kind = kind_of(manifest.config.get("optimizer", {}))
+    kind = kind.with_ema() if manifest.config.get("run", {}).get("ema") else kind
     try:
         shapes, buffers = trained_model.trained_shapes(manifest), trained_model.trained_buffers(manifest)
         matrices = {} if kind.rest is None else trained_model.trained_matrices(manifest)

@@ -18,10 +18,10 @@ at equal distances t_i = i / (k + 1), and a linear decay is the plain mean.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from foundation.errors import ConfigError
 
@@ -58,7 +58,7 @@ class Method:
         Raises:
             ConfigError: the number or the sum of given weights is wrong, or the method needs steps that increase.
         """
-        if self.name in ("ema", "wsm") and any(later <= earlier for earlier, later in _pairs(steps)):
+        if self.name in ("ema", "wsm") and any(later <= earlier for earlier, later in pairwise(steps)):
             why = f"it weights checkpoints of one run by their order, and these are of steps {_listed(steps)}"
             raise ConfigError("--method", self.name, why=why, remedy="merge one run, or use mean or linear")
         if self.name == "mean":
@@ -90,11 +90,7 @@ class Method:
         last = len(steps) - 1
         span = (steps[-1] - steps[0]) * (last + 1) / last if last else 1
         factors = [SHAPES[self.shape]((step - steps[0]) / span) for step in steps] + [0.0]
-        return [earlier - later for earlier, later in _pairs(factors)]
-
-
-def _pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-    return list(itertools.pairwise(values))
+        return [earlier - later for earlier, later in pairwise(factors)]
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -43,9 +43,8 @@ from pipeline.config.schedule import Schedule
 from pipeline.models.card.lineage import Lineage, training_lineage
 from pipeline.models.construction.rectangle import Rectangle
 
-_OF_THE_RUN = ("samples", "skips", "topology", "engine", "curve", "hf_config", "generation", "tokenizer")
-"""Details of the newest checkpoint that the merged one takes."""
-_OPTIONAL = ("extra_weights",)
+_KEPT = ["samples", "skips", "topology", "engine", "curve", "hf_config", "generation", "tokenizer", "extra_weights"]
+"""Details of the newest checkpoint that the merged one takes, where it has them."""
 _SLACK = 1 << 20
 """Bytes of the metadata and manifests of a merged run, at most."""
 
@@ -136,11 +135,12 @@ class Merge:
 
     def _info(self) -> CheckpointInfo:
         newest, step = self.newest.manifest, self.newest.checkpoint.step
-        kept = {key: newest.details[key] for key in (*_OF_THE_RUN, *_OPTIONAL) if key in newest.details}
+        kept = {key: newest.details[key] for key in _KEPT if key in newest.details}
         lineage = merged_lineage([each.manifest for each in self.sources], self.row())
         details = {"step": step, **kept, "anomalies": {}, MERGED: {**self.row(), "lineage": lineage}}
-        parents = {f"merged.{number}": self._parent(each) for number, each in enumerate(self.sources)}
-        return CheckpointInfo(step, newest.config, {**newest.parents, **parents}, details)
+        own = [parent_entry(each.name, each.manifest.fingerprint) for each in self.sources]
+        parents = {**newest.parents, **{f"merged.{number}": each for number, each in enumerate(own)}}
+        return CheckpointInfo(step, newest.config, parents, details)
 
     def rates(self) -> tuple[float, float] | None:
         """Returns the first and last learning rate after the first checkpoint, if they differ."""
@@ -149,10 +149,6 @@ class Merge:
         steps = [each.checkpoint.step for each in self.sources]
         first, last = schedule.lr(min(steps) + 1), schedule.lr(max(steps))
         return None if math.isclose(first, last, rel_tol=1e-6) else (first, last)
-
-    @staticmethod
-    def _parent(source: Source) -> dict[str, str]:
-        return parent_entry(source.name, source.manifest.fingerprint)
 
     def row(self) -> dict[str, Any]:
         """Describes the merge as plain JSON: method, steps and weights of the checkpoints."""

@@ -11,11 +11,10 @@ from typing import IO, Any
 
 from foundation.directory import Manifest, check_sizes
 from foundation.errors import CheckpointError, ConfigError
-from foundation.storage import patiently, read_object, read_range
+from foundation.storage import patiently, read_range
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
-from pipeline.checkpoint.export.find import Place, checkpoints_of_steps
+from pipeline.checkpoint.export.find import Place, checkpoints_of_steps, metadata_of
 from pipeline.checkpoint.format.coverage import coverage_errors
-from pipeline.checkpoint.format.metadata import METADATA, decode_metadata, read_metadata
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata, StoredTensor
 from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.checkpoint.named_state import buffer_key, weight_key
@@ -109,11 +108,11 @@ def _open(place: Place, checkpoint: Checkpoint) -> Source:
     if isinstance(checkpoint, StoredCheckpoint):
         if damage := checkpoint.damage(manifest):
             raise CheckpointError(f"{checkpoint.url} is damaged: {damage}\n  try: another checkpoint of the run")
-        metadata = decode_metadata(patiently(partial(read_object, f"{checkpoint.url}/{METADATA}")))
         files = ShardFiles(checkpoint.path, source=_Objects(checkpoint.url))
     else:
         check_sizes(checkpoint.path, manifest)
-        metadata, files = read_metadata(checkpoint.path), ShardFiles(checkpoint.path)
+        files = ShardFiles(checkpoint.path)
+    metadata = metadata_of(checkpoint)
     for key, error in coverage_errors(metadata.table):
         raise CheckpointError(f"{checkpoint.path}: {key}: {error}\n  try: headrace checkpoint verify {checkpoint.path}")
     return Source(place, checkpoint, manifest, metadata, ShardReader(checkpoint.path, metadata, files, once=True))

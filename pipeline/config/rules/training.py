@@ -8,7 +8,7 @@ from foundation.errors import ConfigError
 from foundation.paths import is_url
 from pipeline.config.rules.experts import check_experts
 from pipeline.config.sections.optimizers import OptimizerSection
-from pipeline.config.sections.run import ModelSection, MoeSection, RunSection
+from pipeline.config.sections.run import Config, ModelSection, MoeSection, RunSection
 
 
 def check_model(model: ModelSection, *, sequence_length: int) -> None:
@@ -27,6 +27,20 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
                 why = "it only applies to a model that is loaded from model.path"
                 raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
         check_model_config(model.config, sequence_length=sequence_length)
+
+
+def check_ema(config: Config) -> None:
+    """Checks `run.ema`.
+
+    Raises:
+        ConfigError: master weights are on a disk between steps, or several groups of processes change the weights.
+    """
+    zero = config.zero_optimization
+    on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
+    beside = {"offload to NVMe": on_disk, "islands": config.islands, "replicas": config.replicas}
+    if config.run.ema is not None and (found := [name for name, used in beside.items() if used]):
+        remedy = "remove it; headrace merge averages checkpoints afterwards"
+        raise ConfigError("run.ema", why=f"it is not supported with {found[0]}", remedy=remedy)
 
 
 def check_moe(moe: MoeSection) -> None:

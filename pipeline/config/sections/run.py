@@ -37,7 +37,7 @@ from pipeline.config.sections.evaluation import EvaluationSection
 from pipeline.config.sections.groups import IslandsSection, ReplicasSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.node_checks import NodeChecksSection
-from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerKind, OptimizerSection
 from pipeline.config.sections.parametrization import BaseModelSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
@@ -205,6 +205,14 @@ class Fp8Section(Section):
         return value
 
 
+class EmaSection(Section):
+    """EMA of the weights, evaluated and saved beside them."""
+
+    decay: float = Field(
+        gt=0, lt=1, description="Share of the average that stays at each step, e.g. 0.999: a memory of 1000 steps"
+    )
+
+
 class RunSection(Section):
     """Length, directory, seed and checkpoints of the run."""
 
@@ -254,6 +262,12 @@ class RunSection(Section):
         None,
         description="Number of newest checkpoints kept in the object store of a run.dir that is a URL, or all;"
         " run.keep_checkpoints when absent",
+    )
+    ema: EmaSection | None = Field(
+        None,
+        description="EMA of the weights: updated at every step, saved in checkpoints, evaluated beside the weights as"
+        " ema_loss, and exported by headrace export --ema; absent: none. Takes 4 bytes per parameter, sharded like the"
+        " master weights",
     )
     keep_every: Count | None = Field(
         None,
@@ -470,6 +484,11 @@ class Config(Section):
         description="Replicas of the model that come and go within the run, a quorum per step; `headrace replicas`"
         " starts them; absent: none",
     )
+
+    @property
+    def state_kind(self) -> OptimizerKind:
+        """The optimizer's kind, with all states of a parameter in a checkpoint: the EMA's, too."""
+        return self.optimizer.kind if self.run.ema is None else self.optimizer.kind.with_ema()
 
     train_batch_size: Count | None = Field(
         None,

@@ -104,7 +104,7 @@ def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
     if forms:
         yield _matrices_entry(forms, elements, of=size.parameters)
     yield from _qk_clip_entries(prepared)
-    state_bytes = run.config.optimizer.kind.state_bytes(parameters=size.parameters, matrices=elements)
+    state_bytes = run.config.state_kind.state_bytes(parameters=size.parameters, matrices=elements)
     state = f"{state_bytes / 2**30:,.3f} GiB of fp32 weights and optimizer states over all ranks, and on disk"
     each = state_bytes / size.parameters
     each = int(each) if each.is_integer() else round(each, 3)
