@@ -76,8 +76,8 @@ class ShardReader:
         once: bool = False,
     ) -> None:
         self._files, self._metadata, self._foreign = files or ShardFiles(directory), metadata, foreign
-        self._whole_from = 1.0 if once else 0.5
-        """Share of a shard's rows from which all of it is read: one request, where reading rows needs several."""
+        # share of a shard's rows below which these are read alone, and bytes up to which it is read whole, in one go
+        self._in_rows = (1.0, 0) if once else (0.5, _SMALL)
 
     def read(self, state: State) -> None:
         """Fills the shards of a state in place.
@@ -130,7 +130,8 @@ class ShardReader:
             raise CheckpointError("the metadata does not say where a shard lies")
         name, begin, length = metadata.files[metadata.file[row]], metadata.position[row], metadata.length[row]
         file = (name, int(begin), int(length))
-        if not self._foreign and shape and end - first < self._whole_from * shape[0] and length > _SMALL:
+        share, small = self._in_rows
+        if not self._foreign and shape and end - first < share * shape[0] and length > small:
             dtype = metadata.table.tensors[metadata.table.tensor_of_row[row]].dtype
             nbytes = (end - first) * math.prod(shape[1:]) * dtype.itemsize
             parse = partial(_loaded_rows, first=first, end=end, shape=shape, dtype=dtype)

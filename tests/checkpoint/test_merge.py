@@ -16,11 +16,11 @@ import foundation.remote_directory
 from foundation.directory import read_manifest, write_manifest
 from foundation.errors import ConfigError
 from headrace.commands.app import run as headrace
-from pipeline.checkpoint import read_shards
 from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
 from pipeline.checkpoint.export.find import Place
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.export.verify import verify_checkpoint
+from pipeline.checkpoint.merging import merge as merge_module
 from pipeline.checkpoint.merging.coefficients import METHODS, SHAPES, Method
 from pipeline.checkpoint.merging.merge import Merge, merged_lineage
 from pipeline.checkpoint.merging.sources import choose, open_sources
@@ -109,7 +109,7 @@ def test_large_tensors_are_read_and_written_in_parts_and_each_byte_once(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed, "_SHARD_BYTES", 3000)
-    monkeypatch.setattr(read_shards, "_SMALL", 0)
+    monkeypatch.setattr(merge_module, "_BLOCK", 100)
     chosen = choose([Place.parse(str(runs / "one")), Place.parse(str(runs / "two"))], last=2, steps=())
     made = Merge.of(open_sources(chosen), Method("mean"))
     written = made.write(tmp_path / "out")

@@ -168,3 +168,10 @@ def test_the_config_of_a_branch_has_the_changes_and_not_what_they_replace() -> N
         "scheduler": {"type": "WarmupLR"},
         "optimizer": {"type": "AdamW", "params": {"lr": 2.0, "betas": [0.9, 0.95]}},
     }
+
+
+@pytest.mark.parametrize("group", ["islands", "replicas"])
+def test_groups_of_processes_do_not_begin_with_another_runs_state(group: str, tokens: Path, tmp_path: Path) -> None:
+    config = {**config_of(tokens, tmp_path / "run", **{"from": "runs/base@3"}), group: {"count": 2}}
+    with pytest.raises(ConfigError, match=rf"run\.from\n  why: it does not combine with {group}"):
+        resolve(parse(Config, config), world_size=1)

@@ -45,6 +45,8 @@ from pipeline.models.construction.rectangle import Rectangle
 
 _KEPT = ["samples", "skips", "topology", "engine", "curve", "hf_config", "generation", "tokenizer", "extra_weights"]
 """Details of the newest checkpoint that the merged one takes, where it has them."""
+_BLOCK = 1 << 20
+"""Elements that are averaged at a time: 8 MiB in fp64."""
 _SLACK = 1 << 20
 """Bytes of the metadata and manifests of a merged run, at most."""
 
@@ -118,17 +120,23 @@ class Merge:
         return LazyTensor(stored.shape, stored.dtype, whole, part=partial(make, stored))
 
     def _mean(self, stored: StoredTensor, rectangle: Rectangle) -> Tensor:
-        """Returns a rectangle of a tensor's weighted mean."""
-        total = torch.zeros(rectangle.sizes, dtype=torch.float64)
+        """Returns a rectangle of a tensor's weighted mean, computed by blocks of rows that fit into a cache."""
+        rows = rectangle.sizes[0] if rectangle.numel > _BLOCK else 1
+        count = max(1, rows * _BLOCK // max(1, rectangle.numel))
+        if count >= rows:
+            return self._mean_of_block(stored, rectangle)
+        blocks = [rectangle.rows(first, min(count, rows - first)) for first in range(0, rows, count)]
+        return torch.cat([self._mean_of_block(stored, each) for each in blocks])
+
+    def _mean_of_block(self, stored: StoredTensor, block: Rectangle) -> Tensor:
+        total = torch.zeros(block.sizes, dtype=torch.float64)
         for source, coefficient in zip(self.sources, self.coefficients, strict=True):
             if coefficient:
-                total.add_(_read(source, stored, rectangle), alpha=coefficient)
-        mean = total.to(stored.dtype)
-        if not torch.isfinite(mean).all():
-            raise CheckpointError(
-                f"the mean of {stored.key} is not finite\n  try: headrace checkpoint verify RUN --all"
-            )
-        return mean
+                total.add_(_read(source, stored, block), alpha=coefficient)
+        if not torch.isfinite(total).all():
+            remedy = "headrace checkpoint verify RUN --all"
+            raise CheckpointError(f"the mean of {stored.key} is not finite\n  try: {remedy}")
+        return total.to(stored.dtype)
 
     def _newest_value(self, stored: StoredTensor, rectangle: Rectangle) -> Tensor:
         return _read(self.newest, stored, rectangle)

@@ -12,10 +12,8 @@ from pipeline.config.sections.run import AnomaliesSection, Config
 REPLICAS = "replicas"
 
 
-def check_run_of_groups(config: Config) -> None:
-    """Refuses groups of processes with their directory in an object store, or that begin with another run's state.
-
-    Processes of a group read each other's files in the directory.
+def refuse_remote_groups(config: Config) -> None:
+    """Refuses groups of processes with their directory in an object store, since they read each other's files there.
 
     Raises:
         ConfigError: a section needs a shared directory; the error names it.
@@ -24,10 +22,6 @@ def check_run_of_groups(config: Config) -> None:
         field = "islands" if config.islands else REPLICAS
         why = f"with {field}, run.dir has to be a path, where processes find each other's files"
         raise ConfigError("run.dir", config.run.dir, why=why, remedy=f"a path, or remove the section {field}")
-    if config.run.origin is not None and (config.islands or config.replicas):
-        field = "islands" if config.islands else REPLICAS
-        why = f"with {field}, every process keeps its own place in the data"
-        raise ConfigError("run.from", config.run.origin, why=why, remedy=f"remove it, or the section {field}")
 
 
 def check_islands(config: Config) -> None:

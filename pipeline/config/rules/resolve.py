@@ -17,7 +17,7 @@ from pipeline.config.rules.communication import check_gradient_dtype, check_seco
 from pipeline.config.rules.data import check_data
 from pipeline.config.rules.expert_exchange import check_overlap
 from pipeline.config.rules.fallback_layouts import choose_layout
-from pipeline.config.rules.groups import check_islands, check_replicas_section, check_run_of_groups
+from pipeline.config.rules.groups import check_islands, check_replicas_section, refuse_remote_groups
 from pipeline.config.rules.layout import check_layout, check_schedule, micro_batch_constraints, topology_of
 from pipeline.config.rules.parametrization import check_parametrization
 from pipeline.config.rules.precision import (
@@ -28,7 +28,13 @@ from pipeline.config.rules.precision import (
 )
 from pipeline.config.rules.shares import shared_batch
 from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
-from pipeline.config.rules.training import check_checkpoints, check_ema, check_model, check_moe, check_optimizer
+from pipeline.config.rules.training import (
+    check_checkpoints,
+    check_model,
+    check_moe,
+    check_optimizer,
+    check_origin_and_ema,
+)
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.layout import SCHEDULES
@@ -335,7 +341,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: check_model(config.model, sequence_length=config.data.sequence_length),
         lambda: check_parametrization(config.model, config.optimizer),
         lambda: check_moe(config.moe),
-        lambda: check_ema(config),
+        lambda: check_origin_and_ema(config),
         lambda: check_optimizer(config.optimizer),
         lambda: check_precision(config.bf16, config.fp16, config.data_types),
         lambda: check_fp8_precision(
@@ -344,7 +350,7 @@ def _resolve(config: Config, world_size: int, *, elastic: bool) -> ResolvedRun:
         lambda: refuse_on_torch(config) if config.engine != "deepspeed" else None,
         lambda: check_length(config.run),
         lambda: check_checkpoints(config.run),
-        lambda: check_run_of_groups(config),
+        lambda: refuse_remote_groups(config),
         lambda: check_islands(config),
         lambda: check_replicas_section(config),
         lambda: mesh.append(_mesh(config, world_size=world_size, elastic=elastic)),

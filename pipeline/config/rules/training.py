@@ -29,18 +29,20 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
         check_model_config(model.config, sequence_length=sequence_length)
 
 
-def check_ema(config: Config) -> None:
-    """Checks `run.ema`.
+def check_origin_and_ema(config: Config) -> None:
+    """Checks `run.from` and `run.ema` against features that they do not combine with.
 
     Raises:
-        ConfigError: master weights are on a disk between steps, or several groups of processes change the weights.
+        ConfigError: master weights are on a disk between steps (EMA), or several groups of processes train the model.
     """
-    zero = config.zero_optimization
-    on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
-    beside = {"offload to NVMe": on_disk, "islands": config.islands, "replicas": config.replicas}
-    if config.run.ema is not None and (found := [name for name, used in beside.items() if used]):
-        remedy = "remove it; headrace merge averages checkpoints afterwards"
-        raise ConfigError("run.ema", why=f"it is not supported with {found[0]}", remedy=remedy)
+    zero, groups = config.zero_optimization, {"islands": config.islands, "replicas": config.replicas}
+    on_disk = {"offload to NVMe": "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)}
+    for key, given, others in (
+        ("run.from", config.run.origin, groups),
+        ("run.ema", config.run.ema, {**on_disk, **groups}),
+    ):
+        if given is not None and (found := [name for name, used in others.items() if used]):
+            raise ConfigError(key, why=f"it does not combine with {found[0]}", remedy="remove one of the two")
 
 
 def check_moe(moe: MoeSection) -> None:

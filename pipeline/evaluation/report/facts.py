@@ -24,10 +24,10 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
         run: the run.
         folders: the report's models; a model exported from this run provides the number of parameters.
     """
-    checkpoint = _newest_checkpoint(run)
+    checkpoint, start = _newest_checkpoint(run), run.manifest.details.get("branch")
     return [
         ("steps", _steps(run)),
-        *_branch(run.manifest),
+        *([("branch of", f"{start['run']}, from step {start['step']:,}")] if start else []),
         ("tokens", f"{run.tokens:,}, {run.tokens_per_step:,.0f} per step"),
         *_parameters(run, folders),
         ("time in steps", duration(float(run.series("seconds").sum()))),
@@ -47,11 +47,6 @@ def _steps(run: RunRecord) -> str:
     if run.manifest.details.get("finished"):
         return f"{done:,}, finished"
     return f"{done:,} of {planned:,}, not finished"
-
-
-def _branch(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    if (branch := manifest.details.get("branch")) is not None:
-        yield "branch of", f"{branch['run']}, from step {branch['step']:,}"
 
 
 def _parameters(run: RunRecord, folders: Sequence[ModelFolder]) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from typing import Any
 from foundation.cli import add_config_arguments
 from foundation.errors import EXIT_USAGE, ConfigError
 from pipeline.config.load import read_config
-from pipeline.config.rules.groups import check_islands, check_run_of_groups, is_loopback
+from pipeline.config.rules.groups import check_islands, is_loopback, refuse_remote_groups
 from pipeline.config.sections.groups import IslandsSection, QuorumSection
 from pipeline.config.sections.run import Config
 from pipeline.runtime.launch.log_file import log_variable
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, kind: GroupKind = ISLANDS) -> int:
     if section is None:
         remedy = f'add "{kind.field}": {{"count": 2}}'
         raise ConfigError(kind.field, why="the config has no such section", remedy=remedy)
-    check_run_of_groups(config)
+    refuse_remote_groups(config)
     kind.check(config)
     with ExitStack() as stack:
         stop = _StopSignal(stack)
