@@ -17,6 +17,7 @@ from pipeline.checkpoint.pins import pinned_steps
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.models.card.lineage import training_lineage
+from pipeline.run.before.summary import prepared_entries
 from pipeline.run.command_branch import branched
 from pipeline.run.prepare import prepare
 from tests.conftest import launch, losses, tiny_config, write_config
@@ -142,7 +143,9 @@ def test_other_data_and_schedule_may_begin_and_another_tokenizer_or_start_may_no
 ) -> None:
     tree = json.loads(branch.with_suffix(".json").read_text())
     fresh = merged(tree, {"run": {"dir": str(tmp_path / "run"), "seed": 8}}) | {"scheduler": None}
-    assert prepare(resolve(parse(Config, fresh), world_size=1)).origin is not None
+    prepared = prepare(resolve(parse(Config, fresh), world_size=1))
+    assert prepared.origin is not None
+    assert f"resume after step {AT} of {base}" in [entry.text for entry in prepared_entries(prepared)]
     begun = merged(tree, {"run": {"from": f"{base}@3"}})
     with pytest.raises(ConfigError, match=f"is of a run that began with step {AT} of {base}"):
         prepare(resolve(parse(Config, begun), world_size=1))

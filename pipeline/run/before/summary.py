@@ -264,8 +264,8 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         yield Entry("held-out", source.summary, _dataset(source))
     if run.topology.world_size > 1:
         yield _straggler_entry(prepared)
-    newest = next(iter(prepared.store.checkpoints()), None)
-    start = f"resume after step {newest.step}" if newest else "a new run"
+    newest = next(iter(prepared.store.checkpoints()), prepared.store.start)
+    start = f"resume after step {newest.step} of {newest.path.parents[1]}" if newest else "a new run"
     yield Entry("start", start, {"resume_after_step": newest.step if newest else None})
 
 
