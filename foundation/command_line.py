@@ -38,6 +38,7 @@ class Parser(argparse.ArgumentParser):
         config: kind of config file that `--set` overrides.
         has_verbs: whether `add_verbs` has added verbs.
         outputs: URLs on the command line that are outputs.
+        intermixed: whether options may stand between positional arguments of which there may be several.
     """
 
     def __init__(self, *, words: Iterable[str] = (), config: str = "run", **options: Any) -> None:
@@ -45,10 +46,14 @@ class Parser(argparse.ArgumentParser):
         self.words, self.config, self.has_verbs = list(words), config, False
         self.active: Parser = self
         self.outputs: list[str] = []
+        self.intermixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses the words and keeps them for error messages, because nested verbs get theirs only here."""
         self.words = self.words if args is None else list(args)
+        if self.intermixed:
+            self.intermixed = False  # argparse calls this method again, for options and for the rest
+            return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

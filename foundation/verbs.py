@@ -111,6 +111,12 @@ VERBS = (
         "pipeline.plan.proof.command",
     ),
     Verb(
+        "branch",
+        "write the config of a run that begins with a step of another run",
+        TRAINING,
+        "pipeline.run.command_branch",
+    ),
+    Verb(
         "doctor",
         "check a machine, or the nodes of a Slurm job, before the first training on it",
         TRAINING,
@@ -157,6 +163,12 @@ VERBS = (
         "list, verify or export the checkpoints of a run",
         TRAINING,
         "pipeline.checkpoint.export.command_checkpoint",
+    ),
+    Verb(
+        "merge",
+        "average checkpoints of a run or of its branches: mean, EMA, WSM, given weights",
+        MODELS,
+        "pipeline.checkpoint.merging.command",
     ),
     Verb(
         "card",

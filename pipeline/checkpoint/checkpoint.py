@@ -14,6 +14,11 @@ from foundation.storage import objects_below, patiently
 IMPORTED = "imported"
 """Key in a manifest's `details`: the checkpoint of another trainer that the run started from."""
 
+MERGED = "merged"
+"""Key in a manifest's `details`: method and sources of a merged checkpoint, which has no optimizer states."""
+BRANCH = "branch"
+"""Key in a manifest's `details`: run, step, samples and lineage of the checkpoint with which a branch began."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -8,6 +8,7 @@ buffer, in its own dtype; and up to three more: the scalar `optimizer_step` if t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 from foundation.errors import CheckpointError
 from foundation.interrupts import defer_interrupt
 from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.format.shard_table import CheckpointMetadata, State
+from pipeline.checkpoint.format.shard_table import CheckpointMetadata, State, parts_of
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.checkpoint.memory.shard_files import ShardFiles
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.locations import MetadataWriter
 from pipeline.checkpoint.write.plan import WritePlan, make_write_plan
 from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata, write_shards
-from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.config.sections.optimizers import EMA, OptimizerKind
 from pipeline.models.construction.buffers import persistent_buffers
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero, raise_on_all_ranks
 
@@ -97,7 +98,7 @@ def _write_metadata(plan: WritePlan, locations: list[Any], directory: Path) -> N
 def read(state: State, directory: Path, *, fresh_optimizer: bool = False, files: ShardFiles | None = None) -> None:
     """Fills the shards in place from a directory written in any layout (reshard on load). Collective.
 
-    Persistent buffers and the experts' load stay unchanged if the directory lacks them.
+    Persistent buffers and the experts' load stay unchanged if the directory lacks them; an EMA begins with the weights.
 
     Args:
         state: the shards.
@@ -113,7 +114,10 @@ def read(state: State, directory: Path, *, fresh_optimizer: bool = False, files:
         try:
             metadata = read_metadata(directory)
             wanted = {key: value for key, value in state.items() if not (fresh_optimizer and _of_optimizer(key))}
-            ShardReader(directory, metadata, files).read(_without_absent(wanted, metadata))
+            found = _without_absent(wanted, metadata)
+            ShardReader(directory, metadata, files).read(found)
+            for weight, average in ((weight, own) for key, weight, own in averaged_parts(state) if key not in found):
+                average.copy_(weight)
         except (CheckpointError, RuntimeError, OSError) as error:
             failure = (str(error) or repr(error)).splitlines()[0]
         failures: list[str | None] = [failure]
@@ -131,11 +135,20 @@ def read(state: State, directory: Path, *, fresh_optimizer: bool = False, files:
 
 
 def _of_optimizer(key: str) -> bool:
-    return key not in (LOSS_SCALE, EXPERT_LOAD) and not key.startswith((weight_key(""), buffer_key("")))
+    apart = (weight_key(""), buffer_key(""), moment_key(EMA, ""))
+    return key not in (LOSS_SCALE, EXPERT_LOAD) and not key.startswith(apart)
+
+
+def averaged_parts(state: State) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields (key of the average, shard of a weight, the same shard of its EMA) for all shards of a state."""
+    prefix = moment_key(EMA, "")
+    for key in (key for key in state if key.startswith(prefix)):
+        weights, averages = (parts_of(state[each]).values() for each in (weight_key(key.removeprefix(prefix)), key))
+        yield from ((key, weight, average) for weight, average in zip(weights, averages, strict=True))
 
 
 def _without_absent(state: State, metadata: CheckpointMetadata) -> State:
-    """Drops the buffers and the experts' load that a checkpoint lacks; `moe` may be switched on after it."""
-    optional = {key for key in state if key == EXPERT_LOAD or key.startswith(buffer_key(""))}
+    """Drops what a checkpoint lacks: buffers, EMA, the experts' load; `run.ema` and `moe` may be switched on later."""
+    optional = {k for k in state if k == EXPERT_LOAD or k.startswith((buffer_key(""), moment_key(EMA, "")))}
     found = metadata.table.index
     return {key: value for key, value in state.items() if key in found or key not in optional}

@@ -63,12 +63,21 @@ class ShardReader:
         metadata: metadata of the checkpoint.
         files: sources of the checkpoint's files; the directory when None.
         foreign: whether another program wrote the checkpoint; its shards are read whole, with any strides.
+        once: whether a caller reads a tensor in parts: then no row of a large shard is read for several parts.
     """
 
     def __init__(
-        self, directory: Path, metadata: CheckpointMetadata, files: ShardFiles | None = None, *, foreign: bool = False
+        self,
+        directory: Path,
+        metadata: CheckpointMetadata,
+        files: ShardFiles | None = None,
+        *,
+        foreign: bool = False,
+        once: bool = False,
     ) -> None:
         self._files, self._metadata, self._foreign = files or ShardFiles(directory), metadata, foreign
+        # share of a shard's rows below which these are read alone, and bytes up to which it is read whole, in one go
+        self._in_rows = (1.0, 0) if once else (0.5, _SMALL)
 
     def read(self, state: State) -> None:
         """Fills the shards of a state in place.
@@ -121,7 +130,8 @@ class ShardReader:
             raise CheckpointError("the metadata does not say where a shard lies")
         name, begin, length = metadata.files[metadata.file[row]], metadata.position[row], metadata.length[row]
         file = (name, int(begin), int(length))
-        if not self._foreign and shape and 2 * (end - first) < shape[0] and length > _SMALL:
+        share, small = self._in_rows
+        if not self._foreign and shape and end - first < share * shape[0] and length > small:
             dtype = metadata.table.tensors[metadata.table.tensor_of_row[row]].dtype
             nbytes = (end - first) * math.prod(shape[1:]) * dtype.itemsize
             parse = partial(_loaded_rows, first=first, end=end, shape=shape, dtype=dtype)

@@ -33,12 +33,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from foundation.directory import staging_path
 from foundation.errors import CheckpointError, HeadraceError
 from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
-from pipeline.checkpoint.format.metadata import METADATA
+from pipeline.checkpoint.format.metadata import METADATA, encode_metadata
 from pipeline.checkpoint.format.shard_table import State
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.locations import MetadataWriter
 from pipeline.checkpoint.write.plan import Planner, WritePlan
+from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
 from pipeline.checkpoint.write.write_shards import WrittenShards, write_metadata, write_shards
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
@@ -308,6 +309,30 @@ def save_and_wait(store: CheckpointStore, info: CheckpointInfo, state: Callable[
     result = writer.wait()
     assert result is not None
     return checkpoint_or_error(result)
+
+
+def save_streamed(
+    store: CheckpointStore, info: CheckpointInfo, tensors: Mapping[str, LazyTensor], progress: Progress
+) -> Checkpoint:
+    """Writes and commits a checkpoint, in one process.
+
+    Args:
+        store: checkpoint store of the run.
+        info: contents of the manifest.
+        tensors: key of `named_state` -> tensor.
+        progress: called with (bytes written, all bytes).
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError, RuntimeError: a file cannot be written.
+    """
+    staging = store.create_staging(info.step)
+    try:
+        metadata, sha256 = write_streamed(tensors, staging, progress)
+        return store.commit(info, {**sha256, METADATA: write_metadata(encode_metadata(metadata), staging)})
+    except BaseException:
+        store.discard_staging(info.step)
+        raise
 
 
 def checkpoint_or_error(result: SaveResult) -> Checkpoint:

@@ -20,6 +20,7 @@ from pipeline.checkpoint.damage import find_damage_collective
 from pipeline.checkpoint.fetch import fetch_collective
 from pipeline.checkpoint.format.naming import FOLDER, LATEST, PREFIX, finished_checkpoints
 from pipeline.checkpoint.memory.restart_files import RestartFiles
+from pipeline.checkpoint.pins import pinned_steps
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 
 
@@ -32,9 +33,13 @@ class CheckpointStore:
         keep_every: number that divides the steps whose complete checkpoints are never deleted; None for none.
         url: URL of the run in an object store that may have more checkpoints, or None. The uploader deletes old
             checkpoints there.
+
+    Attributes:
+        start: checkpoint of another run with which this run begins; None without one.
     """
 
     def __init__(self, run_dir: Path, *, keep: int, keep_every: int | None = None, url: str | None = None) -> None:
+        self.start: Checkpoint | None = None
         self._root, self._keep, self._keep_every, self._url = run_dir / FOLDER, keep, keep_every, url
         self._damaged: set[Path] = set()
 
@@ -110,6 +115,8 @@ class CheckpointStore:
         """
         on_rank_zero(self._clean_up)
         candidates, files = on_rank_zero(self.candidates), files or RestartFiles()
+        if self.start is not None:
+            candidates = [*candidates, self.start]
         for candidate in candidates:
             if isinstance(candidate, StoredCheckpoint):
                 log(f"fetching {candidate.url}")
@@ -143,14 +150,15 @@ class CheckpointStore:
         """Deletes checkpoints up to a step that are older than the newest `keep` complete ones.
 
         Damaged checkpoints do not count towards `keep`, so that none replaces an intact one; they are deleted once they
-        are that old. Checkpoints after `newest` are damaged: the run was resumed from before them.
+        are that old. Checkpoints after `newest` are damaged: the run was resumed from before them. A checkpoint that a
+        branch or a merge needs stays (`pins`).
         """
-        complete = 0
+        complete, pinned = 0, pinned_steps(self._root.parent)
         for old in [each for each in self.checkpoints() if each.step <= newest]:
             whole = self._looks_complete(old)
             complete += whole
             kept_for_ever = whole and self._keep_every is not None and old.step % self._keep_every == 0
-            if complete <= self._keep - (not whole) or kept_for_ever:
+            if complete <= self._keep - (not whole) or kept_for_ever or old.step in pinned:
                 continue
             deleted = old.path.with_name(f".{old.path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)

@@ -122,10 +122,10 @@ class StepAccounts:
             if span.first_step <= last and end >= first:
                 yield max(first, span.first_step), min(last, end), span
 
-    def ledger(self, step: int) -> list[dict[str, Any]]:
-        """Returns the record of the first `step` steps for a manifest: one row per span, as plain JSON."""
+    def ledger(self, step: int, *, since: int = 0) -> list[dict[str, Any]]:
+        """Returns the record of the steps after `since` up to `step`: one row per span, as plain JSON."""
         rows = []
-        for first, last, span in self.parts(1, step):
+        for first, last, span in self.parts(since + 1, step):
             row = {"first_step": first, "last_step": last, "samples_per_step": span.samples}
             row |= {"sequence_length": span.sequence_length, "tokens": (last + 1 - first) * span.tokens}
             rows.append({**({"stage": name} if (name := self.names[span.stage]) else {}), **row})

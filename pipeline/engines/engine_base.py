@@ -63,7 +63,7 @@ class EngineBase(TrainsStepByStep):
         self.rank = 0 if mesh is None else mesh.rank
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._mesh = objective, device, mesh
-        self._kind, self._scaler = config.optimizer.kind, LossScaler(config.fp16)
+        self._kind, self._scaler = config.state_kind, LossScaler(config.fp16)
         self.deferred = device.type == "cuda" and not self._scaler.enabled and not samples_text(config)
         self._balancer = make_balancer(config.moe, model, device=device, exchanged=topology.ep > 1)
         self._qk_clip = make_qk_clip(config.optimizer, model, device=device, mesh=mesh)

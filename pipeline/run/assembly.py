@@ -66,7 +66,7 @@ def make_stepper(here: RankOfRun, *, skips: Skips, after: Rollback | None) -> Gu
     run, store = here.run, here.prepared.store
 
     def has_checkpoint() -> bool:
-        return bool(on_rank_zero(store.checkpoints))
+        return store.start is not None or bool(on_rank_zero(store.checkpoints))
 
     stepper = GuardedStepper(
         here.engine,
@@ -119,7 +119,8 @@ def make_trainer(
     """
     run, attempt = here.run, here.attempt
     ledger = here.checkpoint.manifest.details.get("ledger", ()) if here.checkpoint else ()
-    targets = {row["first_step"]: row["targets"] for row in ledger if "targets" in row}
+    own = (row for row in ledger if row["first_step"] > manifest.begun and "targets" in row)
+    targets = {run.accounts.span(row["first_step"]).first_step: row["targets"] for row in own}
     progress = Progress(group.step if group else here.done, targets=targets)
     saves = CheckpointSaves(
         here,

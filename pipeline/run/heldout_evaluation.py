@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pipeline.run.task_evaluation import TaskEvaluation
 
 T = TypeVar("T")
+Scored = list[tuple[TokenDataset, EvaluationSums]]
+"""Sources with their sums of losses."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +98,30 @@ class HeldOutEvaluation:
         result.
         """
         started = time.perf_counter()
-        scored: list[tuple[TokenDataset, EvaluationSums]] = []
-        interruptible = _Interruptible(self)
-        for dataset in self.batches.heldout:
-            sums = self.here.engine.evaluate(interruptible.batches(self.batches.evaluation(dataset)))
-            if interruptible.cut_short:
-                return interruptible.stop
-            scored.append((dataset, sums))
-        rate = self._acceptance(interruptible)
+        interruptible, averaged = _Interruptible(self), Scored()
+        scored = self._scored(interruptible)
+        if self.here.run.config.run.ema is not None and not interruptible.cut_short:
+            from pipeline.engines.optim.weight_ema import averaged_weights  # noqa: PLC0415
+
+            with averaged_weights(self.here.engine):
+                averaged = self._scored(interruptible)
+        rate = None if interruptible.cut_short else self._acceptance(interruptible)
         if interruptible.cut_short:
             return interruptible.stop
         self._report_no_targets(step, [dataset for dataset, sums in scored if not sums.targets])
         if scored := [(dataset, sums) for dataset, sums in scored if sums.targets]:
-            self._report(step, scored, seconds=time.perf_counter() - started, rate=rate)
+            self._report(step, scored, averaged, seconds=time.perf_counter() - started, rate=rate)
         return interruptible.stop
+
+    def _scored(self, interruptible: _Interruptible) -> Scored:
+        """Returns the sums of every source; incomplete if the evaluation was cut short."""
+        scored = Scored()
+        for dataset in self.batches.heldout:
+            sums = self.here.engine.evaluate(interruptible.batches(self.batches.evaluation(dataset)))
+            if interruptible.cut_short:
+                break
+            scored.append((dataset, sums))
+        return scored
 
     def _report_no_targets(self, step: int, datasets: Sequence[TokenDataset]) -> None:
         if datasets:
@@ -136,25 +148,21 @@ class HeldOutEvaluation:
                 return None
         return acceptance.rate(self.here.agreement.device)
 
-    def _report(
-        self,
-        step: int,
-        scored: Sequence[tuple[TokenDataset, EvaluationSums]],
-        *,
-        seconds: float,
-        rate: float | None,
-    ) -> None:
+    def _report(self, step: int, scored: Scored, averaged: Scored, *, seconds: float, rate: float | None) -> None:
         targets = sum(sums.targets for _, sums in scored)
         loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
         row = {"loss": loss, "perplexity": perplexity(loss)}
         if per_byte is not None:
             row["bits_per_byte"] = per_byte
+        if averaged:
+            row["ema_loss"] = sum(sums.nats for _, sums in averaged) / targets
+        ema = f", EMA {row['ema_loss']:.4f}" if averaged else ""
         drafts = "" if rate is None else f", {rate:.1%} of the drafts of mtp accepted"
         if rate is not None:
             row["mtp_acceptance"] = rate
         self.here.sinks.write(HELD_OUT, step, **row, targets=targets, seconds=seconds)
         self.here.say(
-            f"step {step}: held-out loss {loss:.4f}, perplexity {row['perplexity']:.2f},"
+            f"step {step}: held-out loss {loss:.4f}{ema}, perplexity {row['perplexity']:.2f},"
             f" {show_bits_per_byte(per_byte)} bits per byte{drafts} ({targets:,} tokens, {seconds:.1f} s)"
         )
 

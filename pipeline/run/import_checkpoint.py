@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,16 @@ from typing import Any
 import torch
 
 from foundation.directory import fingerprint_of
-from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.errors import CheckpointError, ConfigError
 from foundation.paths import is_url
-from foundation.remote_publish import check_can_publish, remove_probes
-from foundation.remote_run import remote_checkpoints, working_directory
-from foundation.run_copy import publish_run
-from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
-from pipeline.checkpoint.format.metadata import METADATA, encode_metadata
-from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.checkpoint.checkpoint import Checkpoint
 from pipeline.checkpoint.importing.find import check_known, open_checkpoint
 from pipeline.checkpoint.importing.hyperparameters import compare_params, compare_rates
 from pipeline.checkpoint.importing.match import check_config, matched_state
 from pipeline.checkpoint.importing.source import SourceCheckpoint, TargetModel, stored
 from pipeline.checkpoint.named_state import LOSS_SCALE, OPTIMIZER_STEP
-from pipeline.checkpoint.store import CheckpointStore
-from pipeline.checkpoint.write.streamed import LazyTensor, Progress, write_streamed
-from pipeline.checkpoint.write.write_shards import write_metadata
+from pipeline.checkpoint.new_run import free_run_dir, upload_run
+from pipeline.checkpoint.save import save_streamed
 from pipeline.config.accounts import StepAccounts
 from pipeline.config.load import read_config
 from pipeline.config.rules.resolve import resolve
@@ -61,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import DownloadColumn, Progress  # noqa: PLC0415
 
     out = arguments.out.rstrip("/") if is_url(arguments.out) else arguments.out
-    run_dir = _free_run_dir(out)
+    run_dir = free_run_dir(out)
     overrides = [*arguments.overrides, f"run.dir={out}"]
     folder = Path(arguments.tokens)
     check_known(folder)
@@ -77,34 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     for line in imported.lines:
         print(line)
     if is_url(out):
-        _upload(run_dir, out)
+        upload_run(run_dir, out)
     command = ["headrace", "train", "--config", str(arguments.config)]
     command += [word for override in overrides for word in ("--set", override)]
     print(f"output: {out if is_url(out) else imported.checkpoint.path}; it goes on with: {shlex.join(command)}")
     return 0
-
-
-def _free_run_dir(out: str) -> Path:
-    """Returns the local directory of a run without checkpoints, neither there nor in an object store."""
-    run_dir = working_directory(out)
-    if is_url(out):
-        check_can_publish(out)
-        if stored := remote_checkpoints(out):
-            raise DataError(f"{stored[0].url} exists already\n  try: another run directory")
-    if existing := finished_checkpoints(run_dir):
-        upload = f"headrace copy {run_dir} {out}, which uploads what was imported, or " if is_url(out) else ""
-        raise DataError(f"{existing[0][1]} exists already\n  try: {upload}another run directory")
-    return run_dir
-
-
-def _upload(run_dir: Path, url: str) -> None:
-    try:
-        sizes = publish_run(run_dir, url)
-    except DataError as error:
-        kept = f"what was made is kept: {run_dir}; headrace copy {run_dir} {url} uploads it"
-        raise type(error)(f"{error}\n  {kept}") from None
-    remove_probes(url)
-    print(f"uploaded to {url}: {len(sizes)} files, {sum(sizes.values()) / 1e9:,.3f} GB")
 
 
 def import_checkpoint(
@@ -144,7 +115,7 @@ def import_checkpoint(
     origin = {"kind": source.kind, "path": str(source.path), "step": source.step, "fingerprint": _print_of(source.path)}
     manifest = RunManifest(prepared, 0, imported=origin)
     info = manifest.checkpoint(source.step, skips=skips, anomalies={})
-    checkpoint = write_checkpoint(prepared.store, info, tensors, progress)
+    checkpoint = save_streamed(prepared.store, info, tensors, progress)
     manifest.write(source.step)
     return Imported(checkpoint, tuple(_lines(source, prepared, skips)))
 
@@ -208,27 +179,3 @@ def _position(source: SourceCheckpoint, prepared: PreparedRun, skips: Skips) -> 
         return text
     batch = prepared.run.accounts.samples_in(source.step + 1)
     return f"{text}, by whole batches of {batch:,}; it was trained on {source.samples:,}"
-
-
-def write_checkpoint(
-    store: CheckpointStore, info: CheckpointInfo, tensors: Mapping[str, LazyTensor], progress: Progress
-) -> Checkpoint:
-    """Writes and commits a checkpoint, in one process.
-
-    Args:
-        store: checkpoint store of the run.
-        info: contents of the manifest.
-        tensors: key of `named_state` -> tensor.
-        progress: called with (bytes written, all bytes).
-
-    Raises:
-        CheckpointError: a tensor cannot be read.
-        OSError, RuntimeError: a file cannot be written.
-    """
-    staging = store.create_staging(info.step)
-    try:
-        metadata, sha256 = write_streamed(tensors, staging, progress)
-        return store.commit(info, {**sha256, METADATA: write_metadata(encode_metadata(metadata), staging)})
-    except BaseException:
-        store.discard_staging(info.step)
-        raise

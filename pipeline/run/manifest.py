@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.directory import write_manifest
-from pipeline.checkpoint.checkpoint import IMPORTED, CheckpointInfo
+from pipeline.checkpoint.checkpoint import BRANCH, IMPORTED, CheckpointInfo
 from pipeline.data.dataset import tokenizer_details
 from pipeline.data.skips import Skips
 from pipeline.run.prepare import PreparedRun
@@ -23,12 +23,19 @@ class RunManifest:
         rank: global rank of this process; only rank 0 writes.
         stages: speeds of the pipeline stages, if measured.
         imported: kind, path, step and fingerprint of the foreign checkpoint with which the run began, if any.
+        branch: run, step, samples, ledger and lineage of the checkpoint with which the run began, if any.
     """
 
     prepared: PreparedRun
     rank: int
     stages: MeasuredStages | None = None
     imported: Mapping[str, Any] | None = None
+    branch: Mapping[str, Any] | None = None
+
+    @property
+    def begun(self) -> int:
+        """Last step of the other run with whose checkpoint the run began; 0 without one."""
+        return 0 if self.branch is None else int(self.branch["step"])
 
     def write(self, step: int) -> None:
         """Records the number of saved steps, the resolved config and the parents. Called on every rank; rank 0 writes.
@@ -44,6 +51,8 @@ class RunManifest:
             details["ledger"] = run.accounts.ledger(run.steps)
         if self.stages is not None:
             details["stages"] = self.stages.row()
+        if self.branch is not None:
+            details[BRANCH] = {key: value for key, value in self.branch.items() if key not in ("lineage", "ledger")}
         config = run.written_config.model_dump(mode="json")
         write_manifest(prepared.run_dir, kind="run", config=config, parents=prepared.parents, details=details)
 
@@ -89,17 +98,24 @@ class RunManifest:
             details["extra_weights"] = prepared.extra_weights
         if self.imported is not None:
             details[IMPORTED] = dict(self.imported)
+        if self.branch is not None:
+            details[BRANCH] = dict(self.branch)
         if run.place is not None:  # absent from other runs, whose steps are all alike
             details["ledger"] = self._ledger(step, skips, targets or {})
         details |= groups or {}
         return CheckpointInfo(step, run.written_config.model_dump(mode="json"), prepared.parents, details)
 
     def _ledger(self, step: int, skips: Skips, targets: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Returns the record of the first steps: spans, their tokens and targets, each source's epochs at their end."""
-        accounts, orders, rows = self.prepared.run.accounts, self.prepared.orders, []
-        for row in accounts.ledger(step):
+        """Returns the record of the first steps: spans, their tokens and targets, each source's epochs at their end.
+
+        Steps up to the beginning of a branch are as the other run has recorded them.
+        """
+        accounts, orders = self.prepared.run.accounts, self.prepared.orders
+        rows = [] if self.branch is None else list(self.branch["ledger"])
+        for row in accounts.ledger(step, since=self.begun):
             order, last = orders[accounts.stage(row["first_step"])], row["last_step"]
+            span = accounts.span(last).first_step
             epochs = order.epochs(skips.consumed(last, accounts) - order.start.first)
-            counted = {"targets": targets[row["first_step"]]} if row["first_step"] in targets else {}
+            counted = {"targets": targets[span]} if span in targets else {}
             rows.append({**row, **counted, "epochs": [round(each, 6) for each in epochs]})
         return rows

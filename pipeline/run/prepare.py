@@ -43,6 +43,7 @@ from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.models.layers import original_name
 from pipeline.models.routers import has_experts
+from pipeline.run.branch import Origin, check_origin, find_origin
 from pipeline.run.resume import check_run_dir
 from pipeline.runtime.launch import detect
 from pipeline.runtime.metrics.tensorboard_sink import check_tensorboard
@@ -74,6 +75,7 @@ class PreparedRun:
         tasks: the tasks of `evaluation.tasks`, with their requests.
         stages: all stages of the run, this one included, in order; empty without stages, and within this list.
         orders: order of the samples of every stage; of the run itself without stages.
+        origin: checkpoint of another run with which the run begins (`run.from`); None without one.
     """
 
     run: ResolvedRun
@@ -92,6 +94,7 @@ class PreparedRun:
     tasks: tuple[EncodedTask, ...] = ()
     stages: tuple[PreparedRun, ...] = ()
     orders: tuple[SampleOrder, ...] = ()
+    origin: Origin | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -146,10 +149,15 @@ def prepare(run: ResolvedRun) -> PreparedRun:
             made.append(_prepare(stage, mixture, first=first))
             check_same_shapes(made[0].model, made[-1].model)
     curve = joined_curve([(each.run, each.curve) for each in made])
-    check_run_dir(run.config.run, made[0].store, curve, steps=run.steps)
+    origin = find_origin(run.config.run, made[0].store, steps=run.steps)
+    if origin is not None:
+        check_origin(origin, model=made[0].model, tokenizer=tokenizer_details(made[0].mixture.sources[0].manifest))
+        for each in made:
+            each.store.start = origin.checkpoint
+    check_run_dir(run.config.run, made[0].store, curve, accounts=run.accounts)
     parents = stage_parents([(each.run, each.parents) for each in made])
     orders = tuple(each.mixture.order for each in made)
-    stages = tuple(replace(each, curve=curve, parents=parents, orders=orders) for each in made)
+    stages = tuple(replace(each, curve=curve, parents=parents, orders=orders, origin=origin) for each in made)
     return replace(stages[0], stages=stages) if run.stages else stages[0]
 
 

@@ -18,8 +18,9 @@ from foundation.directory import MANIFEST, Manifest, existing_parent, read_manif
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.remote_directory import CACHE, cache_root
 from foundation.section import suggest
-from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.checkpoint import MERGED, Checkpoint
 from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.accounts import StepAccounts
 from pipeline.config.rules.curve import (
     Curve,
     allows_stage,
@@ -33,6 +34,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.sections.run import RunSection
+from pipeline.run.branch import refuse_other_counts
 from pipeline.runtime.launch import Rendezvous
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.launch.missing_ranks import deadline
@@ -44,7 +46,7 @@ _OF_A_RUN = (".lock", ".bucket.json", ".agents", "submissions", ATTEMPTS, JOURNA
 """Possible entries of a run's directory before its first manifest."""
 
 
-def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, steps: int) -> None:
+def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, accounts: StepAccounts) -> None:
     """Refuses to resume another run, to start over silently, and to train into a directory that belongs to no run.
 
     Raises:
@@ -56,16 +58,19 @@ def check_run_dir(section: RunSection, store: CheckpointStore, curve: Curve, *, 
     _check_is_run(run_dir)
     checkpoints = store.candidates()
     if not checkpoints:
-        _refuse_lost_checkpoints(run_dir)
+        _refuse_lost_checkpoints(run_dir, begun=store.start.step if store.start is not None else 0)
         _check_writable(run_dir)
+        if store.start is not None:
+            refuse_other_counts(store.start, accounts)
         return
     newest = checkpoints[0]
     if section.resume == "never":
         why = f"it holds {newest.path.name}, and run.resume is never"
         raise ConfigError("run.dir", section.dir, why=why, remedy="choose another run.dir, or set run.resume to auto")
-    if newest.step > steps:
+    if newest.step > accounts.steps:
         why = f"{newest.path} is of step {newest.step} already"
-        raise ConfigError("run.steps", steps, why=why, remedy=f"use more than {newest.step}, or another run.dir")
+        remedy = f"use more than {newest.step}, or another run.dir"
+        raise ConfigError("run.steps", accounts.steps, why=why, remedy=remedy)
     readable = next((c for c in checkpoints if _manifest_or_none(c) is not None), None)
     if readable is not None:
         refuse_other_curve(readable, curve, allowed=section.allow_change)
@@ -165,6 +170,8 @@ def _states(checkpoint: Checkpoint, now: Curve) -> str:
 
 def fresh_optimizer_line(checkpoint: Checkpoint, now: Curve) -> str | None:
     """Tells why the optimizer starts afresh from a checkpoint; None if it takes the checkpoint's state."""
+    if MERGED in checkpoint.manifest.details:
+        return "the optimizer's state starts at zero: the checkpoint is merged from others, and has weights alone"
     before, after = (kind_of(curve.get("optimizer") or {}) for curve in (checkpoint.manifest.details["curve"], now))
     if before == after:
         return None
@@ -284,12 +291,12 @@ def _paths(value: Any, at: str = "") -> Iterator[str]:
         yield from _paths(inner, path)
 
 
-def _refuse_lost_checkpoints(run_dir: Path) -> None:
-    """Refuses to restart a run that had a checkpoint and has none any more."""
+def _refuse_lost_checkpoints(run_dir: Path, *, begun: int) -> None:
+    """Refuses to restart a run that had a checkpoint after step `begun`, its first, and has none any more."""
     if not (run_dir / MANIFEST).exists():
         return
     step = read_manifest(run_dir, kind="run").details.get("step", 0)
-    if step:
+    if step > begun:
         why = f"it was trained to step {step}, but its checkpoints are gone"
         remedy = f"put {run_dir}/checkpoints back, or choose another run.dir to start over"
         raise ConfigError("run.dir", str(run_dir), why=why, remedy=remedy)

@@ -28,6 +28,7 @@ from pipeline.run.anomalies.guarded_step import Rollback
 from pipeline.run.assembly import make_stepper, make_trainer, open_group, open_journal, open_services
 from pipeline.run.attempts import Attempt, locked_attempt
 from pipeline.run.batches import RankBatches, recorded_skips
+from pipeline.run.branch import origin_details
 from pipeline.run.connect import check_and_prepare, connect
 from pipeline.run.heldout_evaluation import is_unfinished
 from pipeline.run.manifest import RunManifest
@@ -119,7 +120,8 @@ def _train_stages(
     """Trains the stages of a run one after another, each from a checkpoint; a run without stages is one. Collective."""
     # Stage: the data is copied to this node's disk if the config asks for it.
     clean_up = [stack.enter_context(first.staged(each)) for each in first.prepared.stages or (first.prepared,)]
-    # Decide: resume from the newest intact checkpoint, or begin at step 1.
+    # Decide: resume from the newest intact checkpoint, or begin: at step 1, or with another run's state.
+    first.pin_start()
     checkpoint = first.newest_checkpoint()
     services = open_services(first.prepared, stack) if first.launch.rank == 0 else []
     session, engine, rollback, border = first, None, None, False
@@ -232,7 +234,8 @@ class Session:
         stages, done = self.prepared.stages or (self.prepared,), 0 if checkpoint is None else checkpoint.step
         accounts = self.prepared.run.accounts
         number, ended = accounts.stage(done + 1), accounts.stage(max(1, done))
-        if not border and number != ended and is_unfinished(stages[ended], done):
+        own = checkpoint is None or not self.begins_with(checkpoint)
+        if own and not border and number != ended and is_unfinished(stages[ended], done):
             number = ended
         return self if not number else replace(self, prepared=stages[number])
 
@@ -244,9 +247,19 @@ class Session:
         """
         store, progress = self.prepared.store, self.watchdog.report_progress
         checkpoint = store.newest_intact(self.say, on_progress=progress, files=self.files)
-        if checkpoint is not None:
+        if checkpoint is not None and not self.begins_with(checkpoint):
             refuse_other_curve(checkpoint, self.prepared.curve, allowed=self.prepared.run.config.run.allow_change)
         return checkpoint
+
+    def pin_start(self) -> None:
+        """Keeps the checkpoint with which the run begins, if any, from the retention of its own run. Collective."""
+        if (origin := self.prepared.origin) is not None:
+            self.say(on_rank_zero(partial(origin.pin, self.prepared.run.config.run.dir)))
+
+    def begins_with(self, checkpoint: Checkpoint) -> bool:
+        """Tells whether a checkpoint is the one of another run with which this run begins."""
+        start = self.prepared.store.start
+        return start is not None and checkpoint.path == start.path
 
     def allocate(
         self, make_objective: MakeObjective, *, device: torch.device, mesh: Mesh | None, checkpoint: Checkpoint | None
@@ -302,7 +315,9 @@ class Session:
             TrainingError: the run cannot go on.
         """
         details, done = (checkpoint.manifest.details, checkpoint.step) if checkpoint else ({}, 0)
-        manifest = RunManifest(self.prepared, self.launch.rank, self.stages, details.get(IMPORTED))
+        branch = origin_details(checkpoint.manifest, self.prepared.origin) if checkpoint is not None else None
+        imported = None if checkpoint is not None and self.begins_with(checkpoint) else details.get(IMPORTED)
+        manifest = RunManifest(self.prepared, self.launch.rank, self.stages, imported, branch)
         on_rank_zero(partial(manifest.write, done))  # a run killed right after its checkpoint has no manifest yet
         skips = rollback.skips_from(done) if rollback else recorded_skips(checkpoint, self.prepared.run_dir)
         with ExitStack() as stack:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder of the starting model's tensors that were not trained, if it has moved, or drop (model.extra_weights)"
     )
     parser.add_argument("--extra-weights", metavar="FOLDER", type=FOLDER, help=text)
+    parser.add_argument("--ema", action="store_true", help="write the EMA of the weights (run.ema)")
     parser.add_argument("--replace", action="store_true", help="replace OUT when it exists")
 
 
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer=tokenizer,
             facts=facts,
             extra=arguments.extra_weights,
+            ema=arguments.ema,
             replace=arguments.replace,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -78,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_state(arguments: argparse.Namespace, out: Path) -> int:
     """Writes weights and optimizer states for another trainer."""
-    for name in ("dtype", "tokenizer", "facts", "extra_weights"):
-        if getattr(arguments, name) is not None:
+    for name in ("dtype", "tokenizer", "facts", "extra_weights", "ema"):
+        if getattr(arguments, name) not in (None, False):
             why = f"--format {arguments.format} writes the state as it is trained, in fp32"
             raise ConfigError(f"--{name.replace('_', '-')}", getattr(arguments, name), why=why, remedy="leave it out")
     from rich.progress import DownloadColumn, Progress  # noqa: PLC0415

@@ -60,7 +60,7 @@ _HUB_FIELDS: dict[str, dict[str, str]] = {"deepseek_v3": {"topk_method": "noaux_
 """Fields of published configs that vLLM reads and transformers, which knows one kind of router, does not write."""
 
 
-def export(
+def export(  # noqa: PLR0913  all but two have defaults
     checkpoint: Checkpoint,
     out: Path,
     *,
@@ -68,6 +68,7 @@ def export(
     tokenizer: Path | None = None,
     facts: CardFacts | None = None,
     extra: str | None = None,
+    ema: bool = False,
     replace: bool = False,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Manifest:
@@ -80,6 +81,7 @@ def export(
         tokenizer: tokenizer folder; None for the tokenizer of the run's first dataset.
         facts: facts that a person has written down for the model card and the training content summary, or None.
         extra: folder with the tensors of the starting model that were not trained, or "drop"; None for `model.path`.
+        ema: whether to write the EMA of the weights (`run.ema`).
         replace: whether to replace an existing folder.
         progress: called with (tensors written, total tensors).
 
@@ -105,7 +107,9 @@ def export(
     config = trained_config(manifest)
     trained = torch.bfloat16 if manifest.config["bf16"]["enabled"] else torch.float32
     dtype = dtype or trained
-    weights = CheckpointWeights(checkpoint.path)
+    weights = CheckpointWeights(checkpoint.path, ema=ema)
+    if ema and not weights.shapes:
+        raise CheckpointError(f"{checkpoint.path} has no EMA of the weights\n  try: run.ema in the config of the run")
     model = trained_model(manifest, dtype=dtype)
     _check_shapes(weights.shapes, parameter_shapes(model), checkpoint)
     kept = kept_extras(manifest, model, dtype=dtype, given=extra)
@@ -129,7 +133,7 @@ def export(
             "dtype": str(dtype).removeprefix("torch."),
             "parameters": sum(shape.numel() for shape in weights.shapes.values()),
             LINEAGE: lineage,
-            **heldout_figures(checkpoint),
+            **({"ema": manifest.config["run"]["ema"]} if ema else heldout_figures(checkpoint)),
             **({"extra_weights": {"tensors": len(kept.names), "first": kept.names[:3]}} if kept.names else {}),
             **({} if facts is None else {FACTS: facts.model_dump(exclude_defaults=True)}),
             "tokenizer": _converted(tokenizer),

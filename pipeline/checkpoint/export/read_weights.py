@@ -9,8 +9,9 @@ from torch import Tensor
 
 from foundation.errors import CheckpointError
 from pipeline.checkpoint.format.metadata import read_metadata
-from pipeline.checkpoint.named_state import buffer_key, weight_key
+from pipeline.checkpoint.named_state import buffer_key, moment_key, weight_key
 from pipeline.checkpoint.read_shards import ShardReader
+from pipeline.config.sections.optimizers import EMA
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.rectangle import Rectangle, part
 
@@ -20,6 +21,7 @@ class CheckpointWeights:
 
     Args:
         directory: directory of the checkpoint.
+        ema: whether the values are the EMA of the weights.
 
     Attributes:
         shapes: parameter name -> full shape.
@@ -29,14 +31,14 @@ class CheckpointWeights:
         CheckpointError: the metadata cannot be read.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, ema: bool = False) -> None:
         metadata = read_metadata(directory)
-        self._directory = directory
+        self._directory, self._prefix = directory, moment_key(EMA, "") if ema else weight_key("")
         self._reader = ShardReader(directory, metadata)
         stored = metadata.tensors
         self.shapes, self.buffers = (
             {each.key.removeprefix(prefix): torch.Size(each.shape) for each in stored if each.key.startswith(prefix)}
-            for prefix in (weight_key(""), buffer_key(""))
+            for prefix in (self._prefix, buffer_key(""))
         )
         self._dtypes = {each.key: each.dtype for each in stored}
 
@@ -46,7 +48,8 @@ class CheckpointWeights:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        return part(self._read(weight_key(name), torch.empty(self.shapes[name], dtype=torch.float32)), box).to(device)
+        value = self._read(f"{self._prefix}{name}", torch.empty(self.shapes[name], dtype=torch.float32))
+        return part(value, box).to(device)
 
     def buffer(self, name: str) -> Tensor | None:
         """Implements `ParameterValues.buffer`; the buffer keeps its own dtype.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import CheckpointError
-from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.checkpoint import MERGED, Checkpoint
 from pipeline.checkpoint.damage import find_damage
 from pipeline.checkpoint.export.trained_model import trained_model
 from pipeline.checkpoint.format.metadata import read_metadata
@@ -45,6 +45,9 @@ class TrainedState:
         if "hf_config" not in manifest.details:
             why = "it was written by a custom training loop, which does not record its model"
             raise CheckpointError(f"{checkpoint.path} cannot be exported: {why}\n  try: a checkpoint of headrace train")
+        if MERGED in manifest.details:
+            why = "it is merged from others: it has weights and no optimizer states"
+            raise CheckpointError(f"{checkpoint.path}: {why}\n  try: headrace export without --format, the model alone")
         curve = manifest.details["curve"]
         if kind_of(curve["optimizer"]) != KINDS[0]:
             why = f"its optimizer is {kind_of(curve['optimizer'])}, and other trainers exchange AdamW's states only"

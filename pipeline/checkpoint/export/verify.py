@@ -18,11 +18,11 @@ from pathlib import Path
 
 from foundation.directory import Manifest, sha256_of_file
 from foundation.errors import CheckpointError, DataError, HeadraceError
-from pipeline.checkpoint.checkpoint import Checkpoint
+from pipeline.checkpoint.checkpoint import MERGED, Checkpoint
 from pipeline.checkpoint.format.coverage import coverage_errors
 from pipeline.checkpoint.format.metadata import metadata_name, read_metadata, storage_errors
 from pipeline.checkpoint.format.shard_table import StoredTensor
-from pipeline.checkpoint.named_state import OUTER_STATES, parameter_keys
+from pipeline.checkpoint.named_state import OUTER_STATES, parameter_keys, weight_key
 from pipeline.config.sections.optimizers import kind_of
 
 
@@ -106,6 +106,7 @@ def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Itera
     from pipeline.checkpoint.export import trained_model  # noqa: PLC0415  imports transformers, seconds
 
     kind = kind_of(manifest.config.get("optimizer", {}))
+    kind = kind.with_ema() if manifest.config.get("run", {}).get("ema") else kind
     try:
         shapes, buffers = trained_model.trained_shapes(manifest), trained_model.trained_buffers(manifest)
         matrices = {} if kind.rest is None else trained_model.trained_matrices(manifest)
@@ -113,7 +114,12 @@ def _model_problems(stored: Sequence[StoredTensor], manifest: Manifest) -> Itera
         yield Problem("manifest.json", f"describes a model that cannot be built: {error}")
         return
     kinds = {name: kind.of(matrix=name in matrices) for name in shapes}
-    needed = {key: tuple(shape) for name, shape in shapes.items() for key in parameter_keys(name, kinds[name])}
+    merged = MERGED in manifest.details  # weights alone
+    needed = {
+        key: tuple(shape)
+        for name, shape in shapes.items()
+        for key in ([weight_key(name)] if merged else parameter_keys(name, kinds[name]))
+    }
     if "island" in manifest.details:
         needed |= {f"{key}/{name}": tuple(shape) for key in OUTER_STATES for name, shape in shapes.items()}
     if any(each.key.startswith("buffer/") for each in stored):  # older versions stored no buffers

@@ -110,6 +110,7 @@ class ShardFiles:
         files: file name -> its entry in the manifest, to verify the file when its copy fails.
         reads: counter of the bytes read.
         warn: function called with a message when a copy fails.
+        source: source of the files that have no copy; None for the directory.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class ShardFiles:
         files: Mapping[str, Mapping[str, Any]] | None = None,
         reads: ReadBytes | None = None,
         warn: Callable[[str], None] = lambda _line: None,
+        source: ShardSource | None = None,
     ) -> None:
-        self._directory = FolderSource("run_dir", directory)
+        self._directory: ShardSource = source or FolderSource("run_dir", directory)
+        self._path = directory
         self._copies = dict(copies or {})
         self._files, self._reads, self._warn = files or {}, reads or ReadBytes(), warn
 
@@ -168,7 +171,7 @@ class ShardFiles:
 
     def _verify(self, file: str) -> None:
         wanted = self._files.get(file)
-        path = self._directory.folder / file
+        path = self._path / file
         if wanted is not None:
             self._reads.add("run_dir", path.stat().st_size)
             if sha256_of_file(path) != wanted["sha256"]:

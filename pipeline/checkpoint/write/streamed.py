@@ -1,4 +1,4 @@
-"""Writes tensors that are read one by one, in one process, with memory for the largest tensor."""
+"""Writes tensors that are read one by one, or in parts, in one process, with memory for the largest of them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ class LazyTensor:
         shape: shape of the whole tensor.
         dtype: dtype of the tensor that `read` returns.
         read: function that returns the tensor.
+        part: function that returns a rectangle of the tensor, if it can be made in parts; None if it cannot.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    part: Callable[[Rectangle], Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,16 +84,21 @@ class _Reader:
         self._done, self._total = 0, sum(each.nbytes for each in tensors.values())
 
     def __call__(self, item: WriteItem) -> Tensor:
-        key = item.index.fqn
-        if key != self._key:
-            self._value = torch.empty(0)  # the previous tensor is freed first: two large ones might not fit
-            self._key, self._value = key, self._tensors[key].read()
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        value = self._value[Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)).slices]
+        value = self._part(item.index.fqn, Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)))
         self._done += value.nbytes
         self._progress(self._done, self._total)
         return value
+
+    def _part(self, key: str, rectangle: Rectangle) -> Tensor:
+        part = self._tensors[key].part
+        if part is not None:
+            return part(rectangle)
+        if key != self._key:
+            self._value = torch.empty(0)  # the previous tensor is freed first: two large ones might not fit
+            self._key, self._value = key, self._tensors[key].read()
+        return self._value[rectangle.slices]
 
 
 def _in_rows(tensor: LazyTensor) -> NamedShard:

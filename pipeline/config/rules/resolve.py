@@ -33,7 +33,13 @@ from pipeline.config.rules.precision import (
 from pipeline.config.rules.shares import shared_batch
 from pipeline.config.rules.stage_devices import StageDevices, check_stage_devices, given_devices
 from pipeline.config.rules.stages import CheckedMesh, StagePlace, resolve_stages
-from pipeline.config.rules.training import check_checkpoints, check_model, check_moe, check_optimizer
+from pipeline.config.rules.training import (
+    check_checkpoints,
+    check_model,
+    check_moe,
+    check_optimizer,
+    check_origin_and_ema,
+)
 from pipeline.config.schedule import Schedule, make_schedule
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.layout import SCHEDULES
@@ -320,7 +326,7 @@ class ResolvedRun:
         config = self.config
         weight, gradient = (4, 4) if not (config.bf16.enabled or config.fp16.enabled) else (6, 2)
         weight = 4 if config.bf16.enabled else weight
-        states = len(config.optimizer.kind.states) * config.optimizer.moments_bytes
+        states = len(config.optimizer.kind.states) * config.optimizer.moments_bytes + 4 * (config.run.ema is not None)
         return weight + (4 if self.batch.accumulation > 1 or self.replicated else gradient) + states
 
     @property
@@ -405,6 +411,7 @@ def _check(config: Config, *, world_size: int, elastic: bool) -> CheckedMesh:
         lambda: check_model(config.model, sequence_length=config.data.sequence_length),
         lambda: check_parametrization(config.model, config.optimizer),
         lambda: check_moe(config.moe),
+        lambda: check_origin_and_ema(config),
         lambda: check_optimizer(config.optimizer),
         lambda: check_precision(config.bf16, config.fp16, config.data_types),
         lambda: check_fp8_precision(

@@ -8,7 +8,7 @@ from foundation.errors import ConfigError
 from foundation.paths import is_url
 from pipeline.config.rules.experts import check_experts
 from pipeline.config.sections.optimizers import OptimizerSection
-from pipeline.config.sections.run import ModelSection, MoeSection, RunSection
+from pipeline.config.sections.run import Config, ModelSection, MoeSection, RunSection
 
 
 def check_model(model: ModelSection, *, sequence_length: int) -> None:
@@ -27,6 +27,22 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
                 why = "it only applies to a model that is loaded from model.path"
                 raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
         check_model_config(model.config, sequence_length=sequence_length)
+
+
+def check_origin_and_ema(config: Config) -> None:
+    """Checks `run.from` and `run.ema` against features that they do not combine with.
+
+    Raises:
+        ConfigError: master weights are on a disk between steps (EMA), or several groups of processes train the model.
+    """
+    zero, groups = config.zero_optimization, {"islands": config.islands, "replicas": config.replicas}
+    on_disk = {"offload to NVMe": "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)}
+    for key, given, others in (
+        ("run.from", config.run.origin, groups),
+        ("run.ema", config.run.ema, {**on_disk, **groups}),
+    ):
+        if given is not None and (found := [name for name, used in others.items() if used]):
+            raise ConfigError(key, why=f"it does not combine with {found[0]}", remedy="remove one of the two")
 
 
 def check_moe(moe: MoeSection) -> None:

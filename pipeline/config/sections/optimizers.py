@@ -16,6 +16,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from foundation.section import Section
 
 _FP32_BYTES = 4
+EMA = "ema"
+"""Name of the state with the EMA of a parameter (`run.ema`)."""
 
 
 class UpdateScope(StrEnum):
@@ -69,6 +71,10 @@ class OptimizerKind:
     def of(self, *, matrix: bool) -> OptimizerKind:
         """Returns the kind for one parameter, a hidden matrix or not."""
         return self if matrix or self.rest is None else self.rest
+
+    def with_ema(self) -> OptimizerKind:
+        """Returns the kind with the EMA of each parameter as one more state."""
+        return replace(self, states=(*self.states, EMA), rest=None if self.rest is None else self.rest.with_ema())
 
     @property
     def module(self) -> str:

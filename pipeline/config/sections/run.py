@@ -8,10 +8,11 @@ the remedy of an error about its key.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from foundation.errors import RefusedValueError
 from foundation.paths import LocalPath, PathOrUrl
@@ -36,7 +37,7 @@ from pipeline.config.sections.evaluation import EvaluationSection
 from pipeline.config.sections.groups import IslandsSection, ReplicasSection
 from pipeline.config.sections.layout import FallbackLayout, ParallelSection
 from pipeline.config.sections.node_checks import NodeChecksSection
-from pipeline.config.sections.optimizers import OptimizerSection
+from pipeline.config.sections.optimizers import OptimizerKind, OptimizerSection
 from pipeline.config.sections.parametrization import BaseModelSection
 from pipeline.config.sections.stages import BatchRampSection, StageSection
 
@@ -226,14 +227,31 @@ class Fp8Section(Section):
         return value
 
 
+class EmaSection(Section):
+    """EMA of the weights, evaluated and saved beside them."""
+
+    decay: float = Field(
+        gt=0, lt=1, description="Share of the average that stays at each step, e.g. 0.999: a memory of 1000 steps"
+    )
+
+
 class RunSection(Section):
     """Length, directory, seed and checkpoints of the run."""
+
+    model_config = ConfigDict(serialize_by_alias=True)  # `from` is a word of Python
 
     dir: PathOrUrl = Field(
         min_length=1,
         description="Directory of the run: config, metrics and checkpoints, e.g. runs/zero3; or the URL of one in an"
         " object store, e.g. s3://bucket/run: the run works in a directory below HEADRACE_CACHE, and uploads from there"
         " in the background",
+    )
+    origin: PathOrUrl | None = Field(
+        None,
+        alias="from",
+        description="Checkpoint of another run with which this run begins, RUN@STEP, e.g. runs/base@40000 or a URL: the"
+        " weights, the optimizer's states and the place in the data are the checkpoint's, and the next step follows;"
+        " absent: a run of its own",
     )
     steps: Count | None = Field(
         None,
@@ -266,6 +284,12 @@ class RunSection(Section):
         None,
         description="Number of newest checkpoints kept in the object store of a run.dir that is a URL, or all;"
         " run.keep_checkpoints when absent",
+    )
+    ema: EmaSection | None = Field(
+        None,
+        description="EMA of the weights: updated at every step, saved in checkpoints, evaluated beside the weights as"
+        " ema_loss, and exported by headrace export --ema; absent: none. Takes 4 bytes per parameter, sharded like the"
+        " master weights",
     )
     keep_every: Count | None = Field(
         None,
@@ -307,6 +331,13 @@ class RunSection(Section):
         if value.startswith("hf://"):
             why = "a repository of the Hugging Face Hub has no conditional writes: two runs would mix their files"
             raise RefusedValueError(why, "use an s3://, gs:// or az:// URL, or a path")
+        return value
+
+    @field_validator("origin")
+    @classmethod
+    def _names_a_step(cls, value: str | None) -> str | None:
+        if value is not None and re.search(r"(@|/step-)\d+/?$", value) is None:
+            raise RefusedValueError("it names no step", f"use {value.rstrip('/')}@STEP, e.g. runs/base@40000")
         return value
 
     @property
@@ -475,6 +506,11 @@ class Config(Section):
         description="Replicas of the model that come and go within the run, a quorum per step; `headrace replicas`"
         " starts them; absent: none",
     )
+
+    @property
+    def state_kind(self) -> OptimizerKind:
+        """The optimizer's kind, with all states of a parameter in a checkpoint: the EMA's, too."""
+        return self.optimizer.kind if self.run.ema is None else self.optimizer.kind.with_ema()
 
     train_batch_size: Count | BatchRampSection | None = Field(
         None,

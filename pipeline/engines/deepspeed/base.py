@@ -33,6 +33,7 @@ from pipeline.engines.deepspeed.state import (
 )
 from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.groups import set_learning_rate
+from pipeline.engines.optim.weight_ema import attach_ema
 from pipeline.engines.parallel.assemble import LocalModel
 from pipeline.models.construction.initial_values import ParameterValues
 from pipeline.runtime.launch.errors_on_all_ranks import raise_on_all_ranks
@@ -78,6 +79,9 @@ class DeepSpeedBase(EngineBase):
             module.add_module("expert_marker", ExpertMarker())
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=unit)
         reset_optimizer_state(self._engine.optimizer)
+        if run.config.run.ema is not None:
+            attach_ema(wrapped(self._engine.optimizer), run.config.run.ema)
+            self._local_state()  # creates the averages, before the first update
         if self._matrices:
             bound: Any = wrapped(self._engine.optimizer)
             held = held_shards(self._engine.optimizer, self._local_model, self._matrices)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.sections.optimizers import OptimizerKind
+from pipeline.config.sections.optimizers import EMA, OptimizerKind
 from pipeline.engines.optim.groups import MATRICES
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
 
@@ -19,13 +19,15 @@ _COUNTER = "step"
 def ensure_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: OptimizerKind) -> dict[str, Tensor]:
     """Returns the state of one parameter; creates it as torch does at the first step if it does not exist yet.
 
-    Every optimizer of `config.sections.optimizers` begins with zeros. This holds for SGD, too: its first momentum is
-    the gradient, which equals momentum x 0 + gradient without dampening.
+    Every optimizer of `config.sections.optimizers` begins with zeros, and an EMA with the parameter. That holds for
+    SGD, too: its first momentum is the gradient, which equals momentum x 0 + gradient without dampening.
     """
     state: dict[str, Tensor] = optimizer.state[parameter]
     for name in kind.states:
         if name not in state:
-            if isinstance(optimizer, AdamWSmallMoments):
+            if name == EMA:
+                state[name] = parameter.detach().clone(memory_format=torch.preserve_format)
+            elif isinstance(optimizer, AdamWSmallMoments):
                 state.update(optimizer.empty_moment(parameter, name))
             else:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

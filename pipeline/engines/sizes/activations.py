@@ -38,7 +38,8 @@ class StepSizes:
         """Bytes of optimizer states per parameter, averaged over this rank's parameters."""
         section, share = self.run.config.optimizer, self.rank.matrices / self.rank.parameters
         matrix, other = (len(section.kind.of(matrix=each).states) for each in (True, False))
-        return (share * matrix + (1 - share) * other) * section.moments_bytes
+        ema = 4 * (self.run.config.run.ema is not None)
+        return (share * matrix + (1 - share) * other) * section.moments_bytes + ema
 
     @property
     def stage(self) -> int:

@@ -27,6 +27,7 @@ from pipeline.engines.engine_base import EngineBase, NamedState
 from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import parameter_groups
 from pipeline.engines.optim.state import ensure_all_states
+from pipeline.engines.optim.weight_ema import attach_ema
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.experts import exchanges
@@ -69,6 +70,7 @@ class TorchParallel(EngineBase, ExchangedGradients):
         if self._matrices:
             self._bind_matrices()
         ensure_all_states(self._optimizer, self._kind)
+        attach_ema(self._optimizer, run.config.run.ema)
 
     def _bind_matrices(self) -> None:
         trained = [s for s in self._shards if s.name in self._matrices and s.sharded.requires_grad]

@@ -44,6 +44,7 @@ from pipeline.engines.optim.build import build_optimizer
 from pipeline.engines.optim.groups import parameter_groups, set_learning_rate
 from pipeline.engines.optim.qk_clip import make_qk_clip, whole_rows
 from pipeline.engines.optim.state import ensure_all_states, ensure_state, set_step_counter, step_counter
+from pipeline.engines.optim.weight_ema import attach_ema
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.parallel.decoder import Decoder
 from pipeline.engines.parallel.expert_balance import make_balancer
@@ -70,7 +71,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
         self, run: ResolvedRun, model: nn.Module, values: ParameterValues, objective: Objective, *, device: torch.device
     ) -> None:
         section = run.config.optimizer
-        self._kind = section.kind
+        self._kind = run.config.state_kind
         self.rank, self.deferred = 0, False
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._objective, self._device, self._seed = objective, device, run.config.run.seed
@@ -95,6 +96,7 @@ class TorchReference(TrainsStepByStep, ExchangedGradients):
                 self._qk_clip.attach(self._decoder.causal)
                 bound.bind_clip(self._qk_clip, whole_rows(self._masters, self._qk_clip))
         ensure_all_states(self._optimizer, self._kind)
+        attach_ema(self._optimizer, run.config.run.ema)
 
     def begin_step(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint import named_state
 from pipeline.checkpoint.format.shards import NamedShard
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.optimizers import EMA
 from pipeline.data.micro_batch import MicroBatch, StepBatch
 from pipeline.engines.base import NO_LIMITS, HostValues, Objective, PendingStep, UpdateLimits, no_host_values
 from pipeline.engines.engine_base import EngineBase, NamedState
@@ -28,6 +29,7 @@ from pipeline.engines.optim.qk_clip import whole_rows
 from pipeline.engines.optim.small_moments import AdamWSmallMoments
 from pipeline.engines.optim.split_master import joined, split
 from pipeline.engines.optim.state import ensure_all_states, set_step_counter, step_counter
+from pipeline.engines.optim.weight_ema import attach_ema
 from pipeline.engines.parallel.assemble import assemble
 from pipeline.engines.torch_native.deferred_step import DeferredStep, UpdateDecision, decide
 from pipeline.engines.torch_native.exchange import ExchangedGradients
@@ -128,6 +130,7 @@ class TorchSingle(EngineBase, ExchangedGradients):
         for update in self._updates:
             with update.master_values():
                 ensure_all_states(update.optimizer, self._kind)
+            attach_ema(update.optimizer, run.config.run.ema)
 
     def begin_step(
         self,
@@ -209,8 +212,8 @@ class TorchSingle(EngineBase, ExchangedGradients):
                 kept = update.optimizer.state[master.parameter]
                 set_step_counter(kept, counter)
                 if isinstance(update.optimizer, AdamWSmallMoments):
-                    keys = named_state.parameter_keys(name, self._kind)[1:]
-                    for key, each in zip(keys, self._kind.states, strict=True):
+                    for each in (each for each in self._kind.states if each != EMA):
+                        key = named_state.moment_key(each, name)
                         update.optimizer.set_moment(master.parameter, each, _whole(state[key]))
 
     def _gradient_norm(self) -> Tensor:
@@ -250,7 +253,7 @@ class _Update:
 
     def moment(self, master: _Master, name: str) -> Tensor:
         """Returns a state in the form of checkpoints: itself if it is fp32, else an exact fp32 copy on the CPU."""
-        if isinstance(self.optimizer, AdamWSmallMoments):
+        if isinstance(self.optimizer, AdamWSmallMoments) and name != EMA:
             return self.optimizer.moment(master.parameter, name)
         moment: Tensor = self.optimizer.state[master.parameter][name]
         return moment

@@ -24,9 +24,10 @@ def facts(run: RunRecord, folders: Sequence[ModelFolder]) -> list[tuple[str, str
         run: the run.
         folders: the report's models; a model exported from this run provides the number of parameters.
     """
-    checkpoint = _newest_checkpoint(run)
+    checkpoint, start = _newest_checkpoint(run), run.manifest.details.get("branch")
     return [
         ("steps", _steps(run)),
+        *([("branch of", f"{start['run']}, from step {start['step']:,}")] if start else []),
         ("tokens", f"{run.tokens:,}, {' to '.join(f'{each:,}' for each in run.tokens_per_step)} per step"),
         *_stages(run.manifest),
         *_parameters(run, folders),

@@ -62,11 +62,15 @@ def training_lineage(checkpoint: Manifest) -> Lineage:
     Args:
         checkpoint: manifest of a checkpoint of `headrace train` or `headrace distill`.
     """
+    if "merged" in checkpoint.details:
+        merged: Lineage = checkpoint.details["merged"]["lineage"]
+        return merged
     config, parents = checkpoint.config, checkpoint.parents
-    start = _of_parent(parents.get("model.path"))
+    branch = checkpoint.details.get("branch")
+    start = _of_parent(parents.get("model.path")) if branch is None else branch["lineage"]
     corpora = [*start["corpora"], *(c for c in _corpora(checkpoint, config) if c not in start["corpora"])]
     step = "distillation" if config.get("distill") else "training"
-    steps = [*start["steps"], *_imported(checkpoint), {"step": step, **_training(checkpoint, config)}]
+    steps = [*start["steps"], *_imported(checkpoint), {"step": step, **_training(checkpoint, config, since=branch)}]
     return {"corpora": corpora, "steps": steps}
 
 
@@ -107,17 +111,28 @@ def _rebuilt(manifest: Manifest) -> Lineage:
     return {"corpora": [], "steps": [{"step": "training", **known}]}
 
 
-def _training(checkpoint: Manifest, config: Mapping[str, Any]) -> Ancestor:
+def _training(checkpoint: Manifest, config: Mapping[str, Any], *, since: Mapping[str, Any] | None) -> Ancestor:
+    """Returns the numbers of a training.
+
+    Args:
+        checkpoint: manifest of its checkpoint.
+        config: config of the run.
+        since: step and samples of the checkpoint of another run with which the run began; None without one.
+    """
     details, data = checkpoint.details, config.get("data") or {}
-    length, samples = data.get("sequence_length"), details.get("samples")
-    ledger = details.get("ledger") or []
+    length, samples, step = data.get("sequence_length"), details.get("samples"), details.get("step")
+    if since is not None and samples is not None and step is not None:
+        samples, step = samples - since["samples"], step - since["step"]
+    begun = 0 if since is None else since["step"]
+    ledger = [row for row in details.get("ledger") or [] if row["first_step"] > begun]
     if ledger:  # steps differ: what they were is recorded
         length, tokens = max(row["sequence_length"] for row in ledger), sum(row["tokens"] for row in ledger)
     optimizer, scheduler = config.get("optimizer") or {}, config.get("scheduler") or {}
     params = optimizer.get("params") or {}
     bf16, fp16, fp8 = ((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16", "fp8"))
     found = {
-        "optimizer_steps": details.get("step"),
+        "from_step": None if since is None else since["step"],
+        "optimizer_steps": step,
         "samples": samples,
         "sequence_length": length,
         "tokens": tokens if ledger else samples * length if samples and length else None,

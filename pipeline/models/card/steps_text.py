@@ -13,6 +13,7 @@ _TITLES = {
     "distillation": "Training by distillation",
     "quantization": "Quantization",
     "pruning": "Pruning",
+    "merge": "Merge of checkpoints",
     "given": "A model from elsewhere",
 }
 _LABELS = {

@@ -63,7 +63,7 @@ def host_plan(run: ResolvedRun, footprint: Footprint, machine: Machine) -> HostP
 
 def checkpoint_bytes(run: ResolvedRun, rank: RankModel) -> float:
     """Bytes of a checkpoint that a rank writes, if ranks with equal shards divide the writes among them."""
-    kind, topology = run.config.optimizer.kind, run.topology
+    kind, topology = run.config.state_kind, run.topology
     rest, experts = (kind.state_bytes(parameters=part.parameters, matrices=part.matrices) for part in rank.apart())
     return rest / (topology.dp * topology.cp) + experts / topology.edp
 

@@ -24,6 +24,7 @@ from foundation.directory import Manifest, read_manifest
 from foundation.errors import DataError
 from foundation.paths import RUN
 from foundation.section import parse
+from pipeline.checkpoint.checkpoint import BRANCH
 from pipeline.config.batch import BatchSizes
 from pipeline.config.past_stages import newest_manifest
 from pipeline.config.rules.resolve import ResolvedRun, resolve
@@ -94,12 +95,16 @@ class RunSamples:
         mixtures: the data of every stage, verified to be unchanged; of the run itself without stages.
         skips: the data that the run skipped.
         tokenizer: the data's tokenizer.
+        begun: last step of the other run with whose checkpoint the run began; 0 for a run of its own.
+        parent: path or URL of that run.
     """
 
     run: ResolvedRun
     mixtures: list[DataMixture]
     skips: Skips
     tokenizer: Tokenizer
+    begun: int = 0
+    parent: str = ""
 
     @classmethod
     def open(cls, run_dir: Path) -> RunSamples:
@@ -119,7 +124,8 @@ class RunSamples:
         newest = newest_manifest(run_dir)
         skips = skips_of({} if newest is None else newest.details, events, step=math.inf)
         tokenizer = Tokenizer.from_file(str(mixtures[0].sources[0].tokenizer / TOKENIZER_JSON))
-        return cls(resolved, mixtures, skips, tokenizer)
+        branch = manifest.details.get(BRANCH, {"step": 0, "run": ""})
+        return cls(resolved, mixtures, skips, tokenizer, branch["step"], branch["run"])
 
     def samples_of_steps(self, first: int, last: int) -> Iterator[Sample]:
         """Yields the samples of the steps from first to last.
@@ -127,6 +133,9 @@ class RunSamples:
         Raises:
             DataError: the run does not have these steps.
         """
+        if first <= self.begun:
+            why = f"steps up to {self.begun} are those of {self.parent}, with whose state this run began"
+            raise DataError(f"{why}\n  try: headrace samples {self.parent}")
         if not 1 <= first <= last <= self.run.steps:
             raise DataError(f"the run has steps 1 to {self.run.steps}, not {first} to {last}")
         for step in range(first, last + 1):

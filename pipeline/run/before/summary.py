@@ -19,6 +19,7 @@ from pipeline.models.split_names import conversion
 from pipeline.run.checkpoint_timer import minutes_of
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.store import CheckpointStore
     from pipeline.data.dataset import TokenDataset
     from pipeline.models.hidden_matrices import MatrixForm
     from pipeline.run.prepare import PreparedRun
@@ -120,7 +121,7 @@ def _state_entries(prepared: PreparedRun) -> Iterator[Entry]:
     if forms:
         yield _matrices_entry(forms, elements, of=size.parameters)
     yield from _qk_clip_entries(prepared)
-    state_bytes = run.config.optimizer.kind.state_bytes(parameters=size.parameters, matrices=elements)
+    state_bytes = run.config.state_kind.state_bytes(parameters=size.parameters, matrices=elements)
     state = f"{state_bytes / 2**30:,.3f} GiB of fp32 weights and optimizer states over all ranks, and on disk"
     each = state_bytes / size.parameters
     each = int(each) if each.is_integer() else round(each, 3)
@@ -283,9 +284,13 @@ def prepared_entries(prepared: PreparedRun) -> Iterator[Entry]:
         yield Entry("held-out", source.summary, _dataset(source))
     if run.topology.world_size > 1:
         yield _straggler_entry(prepared)
-    newest = next(iter(prepared.store.checkpoints()), None)
-    start = f"resume after step {newest.step}" if newest else "a new run"
-    yield Entry("start", start, {"resume_after_step": newest.step if newest else None})
+    yield _start_entry(prepared.store)
+
+
+def _start_entry(store: CheckpointStore) -> Entry:
+    newest = next(iter(store.checkpoints()), store.start)
+    start = f"resume after step {newest.step} of {newest.path.parents[1]}" if newest else "a new run"
+    return Entry("start", start, {"resume_after_step": newest.step if newest else None})
 
 
 def _dataset(source: TokenDataset) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from foundation.remote_run import (
 )
 from foundation.storage import StorageError, delete, objects_below, upload
 from pipeline.checkpoint.format.naming import finished_checkpoints
+from pipeline.checkpoint.pins import pinned_steps_in_store
 from pipeline.runtime.metrics.sinks import JournalRow
 from pipeline.runtime.metrics.times import iso_time
 
@@ -281,8 +282,9 @@ class Uploader:
         if self._terms.keep is None:
             return
         steps: list[RemoteCheckpoint] = remote_checkpoints(self._url)
+        pinned = pinned_steps_in_store(self._url)
         for old in steps[self._terms.keep :]:
-            if not self._terms.for_ever(old.step):
+            if not self._terms.for_ever(old.step) and old.step not in pinned:
                 names = sorted(objects_below(old.url), key=lambda name: name != MANIFEST)
                 for name in names:
                     delete(f"{old.url}/{name}")

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from foundation.directory import read_manifest, write_manifest
 from foundation.lease import newest_lease
 from foundation.remote_directory import CACHE, manifest_of
 from foundation.remote_publish import publish
 from foundation.remote_run import fetch_checkpoint, remote_checkpoints, working_directory
 from foundation.storage import delete, objects_below
 from headrace.commands.app import run as headrace
+from pipeline.checkpoint.pins import pinned_steps_in_store
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm, warm_python
 from tests.conftest import entry_point, launch, losses
@@ -236,7 +238,7 @@ def test_a_checkpoint_that_is_imported_to_a_url_is_there_and_goes_on_there(
     assert "manifest.json" not in objects_below(COPIED)
     [remedy] = [line for line in said.splitlines() if "what was made is kept" in line]
     _, source, target = remedy.partition("; headrace ")[2].removesuffix(" uploads it").split()
-    assert "which uploads what was imported" in printed(capsys, *words, code=2)
+    assert "which uploads what was made" in printed(capsys, *words, code=2)
     lease = newest_lease(COPIED)
     assert lease is not None
     delete(f"{COPIED}/.lease/{lease.number:08d}")  # it could not be given back: half a minute
@@ -252,3 +254,44 @@ def test_a_checkpoint_that_is_imported_to_a_url_is_there_and_goes_on_there(
     assert f"uploaded to {other}: " in said
     assert f"output: {other}; it goes on with: headrace train" in said
     assert "resuming after step 6" in launch("train.py", whole / "run.json", f"run.dir={other}")  # nothing is fetched
+
+
+@pytest.mark.integration
+def test_checkpoints_in_a_bucket_are_merged_in_place_and_the_result_is_there(
+    whole: Path, tmp_path: Path, store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(whole / "run", tmp_path / "run", symlinks=True))
+    printed(capsys, "copy", run_dir, COPIED)
+    printed(capsys, "merge", run_dir, "--last", "2", tmp_path / "here")
+    out = "s3://store/runs/merged"
+    assert f"uploaded to {out}" in printed(capsys, "merge", COPIED, "--last", "2", out)
+    assert list(working_directory(COPIED).rglob("*.distcp")) == []  # nothing was copied here
+    assert not [name for name in store.find("store/runs/copied") if ".pins" in name]
+    [merged] = remote_checkpoints(out)
+    (tmp_path / "there/checkpoints").mkdir(parents=True)
+    fetch_checkpoint(merged.url, tmp_path / "there/checkpoints/step-00000009")
+    assert files_of(tmp_path / "there/checkpoints/step-00000009") == files_of(
+        tmp_path / "here/checkpoints/step-00000009"
+    )
+    assert "exists already" in printed(capsys, "merge", COPIED, "--last", "2", out, code=2)
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("store")
+def test_a_branch_of_a_run_in_a_bucket_copies_its_start_once_and_pins_it_there(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(whole / "run", tmp_path / "run", symlinks=True))
+    printed(capsys, "copy", run_dir, COPIED)
+    branch = tmp_path / "branch"
+    words = (whole / "run.json", f"run.dir={branch}", f"run.from={COPIED}@6")
+    assert "fetching s3://store/runs/copied/checkpoints/step-00000006" in launch("train.py", *words)
+    expected = {step: loss for step, loss in losses(whole / "run").items() if step > 6}
+    assert losses(branch) == expected
+    assert pinned_steps_in_store(COPIED) == {6}
+    shutil.rmtree(branch / "checkpoints/step-00000009")  # a kill before the first checkpoint
+    manifest = read_manifest(branch, kind="run")
+    details = {**manifest.details, "step": 6}
+    write_manifest(branch, kind="run", config=manifest.config, parents=manifest.parents, details=details)
+    assert "fetching" not in launch("train.py", *words)
+    assert losses(branch) == expected

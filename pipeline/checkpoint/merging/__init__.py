@@ -1,0 +1,1 @@
+"""Merges checkpoints of runs into one: weighted means of their fp32 weights (`headrace merge`)."""

@@ -1,0 +1,180 @@
+"""A run that begins with another run's step: the same curve, its own directory, and a record of where it comes from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation.directory import read_manifest, write_manifest
+from foundation.errors import CheckpointError, ConfigError
+from foundation.section import parse
+from headrace.commands.app import run as headrace
+from pipeline.checkpoint.pins import pinned_steps
+from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.run import Config
+from pipeline.models.card.lineage import training_lineage
+from pipeline.run.before.summary import prepared_entries
+from pipeline.run.command_branch import branched
+from pipeline.run.prepare import prepare
+from tests.conftest import launch, losses, tiny_config, write_config
+from tests.engines.comparison import FP32
+
+STEPS, AT = 9, 6
+
+
+def config_of(tokens: Path, run_dir: Path, **run: Any) -> dict[str, Any]:
+    config = tiny_config(tokens, run_dir, engine="torch", zero_optimization={"stage": 0})
+    config["run"] |= {"steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 9, **run}
+    config["evaluation"] = {"samples": 0}
+    return config
+
+
+@pytest.fixture(scope="module")
+def base(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("base")
+    launch("train.py", write_config(work / "c.json", config_of(tokens, work / "base")))
+    return work / "base"
+
+
+@pytest.fixture(scope="module")
+def branch(base: Path) -> Path:
+    """A branch with the same config, made and started as a user would."""
+    run_dir = base.parent / "branch"
+    words = ["branch", str(base), "--at", str(AT), "--set", f"run.dir={run_dir}"]
+    assert headrace(words) == 0
+    said = launch("train.py", run_dir.with_suffix(".json"))
+    assert f"resuming after step {AT} from {base}" in said
+    return run_dir
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / f"checkpoints/step-{step:08d}"
+
+
+def test_a_branch_follows_its_base_to_the_bit_and_on_the_other_engine(base: Path, branch: Path, tmp_path: Path) -> None:
+    expected = {step: loss for step, loss in losses(base).items() if step > AT}
+    assert losses(branch) == expected
+    ours, theirs = (next(checkpoint(run, STEPS).glob("*.distcp")).read_bytes() for run in (branch, base))
+    assert ours == theirs
+    other = tmp_path / "other"
+    launch("train.py", branch.with_suffix(".json"), f"run.dir={other}", "engine=deepspeed", "zero_optimization.stage=2")
+    assert losses(other) == pytest.approx(expected, rel=FP32)
+
+
+def test_a_branch_pins_its_start_and_needs_it_only_until_its_first_checkpoint(
+    base: Path, branch: Path, tmp_path: Path
+) -> None:
+    assert pinned_steps(base) == {AT}
+    moved = Path(shutil.copytree(base, tmp_path / "base", symlinks=True))
+    own = Path(shutil.copytree(branch, tmp_path / "own", symlinks=True))
+    config = Path(shutil.copy(branch.with_suffix(".json"), own.with_suffix(".json")))
+    begun = (f"run.dir={own}", f"run.from={moved}@{AT}")
+    shutil.rmtree(own / "checkpoints")
+    manifest = read_manifest(own, kind="run")
+    details = {**manifest.details, "step": AT, "finished": False}  # as of a branch that was killed in its second step
+    write_manifest(own, kind="run", config=manifest.config, parents=manifest.parents, details=details)
+    launch("train.py", config, *begun)
+    assert losses(own) == losses(branch)
+    shutil.rmtree(moved)
+    shutil.rmtree(checkpoint(own, STEPS))
+    shutil.copytree(checkpoint(base, AT), checkpoint(own, AT))  # the newest of a branch with a checkpoint of its own
+    own_manifest(checkpoint(own, AT), read_manifest(checkpoint(branch, STEPS), kind="checkpoint").details["branch"])
+    assert f"resuming after step {AT} from {own}" in launch("train.py", config, *begun)
+    assert losses(own) == losses(branch)
+
+
+def own_manifest(path: Path, came_from: dict[str, Any]) -> None:
+    manifest = read_manifest(path, kind="checkpoint")
+    details = {**manifest.details, "branch": came_from}
+    about = {"config": manifest.config, "parents": manifest.parents, "details": details, "files": manifest.files}
+    write_manifest(path, kind="checkpoint", **about)
+
+
+def test_lineage_counts_each_token_once_and_earlier_steps_are_looked_up_in_the_base(
+    base: Path, branch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lineages = [training_lineage(read_manifest(checkpoint(run, STEPS), kind="checkpoint")) for run in (base, branch)]
+    whole, parts = ([step["tokens"] for step in lineage["steps"]] for lineage in lineages)
+    assert parts == [AT * 256, (STEPS - AT) * 256]
+    assert sum(parts) == sum(whole)
+    assert lineages[1]["corpora"] == lineages[0]["corpora"]
+    assert headrace(["samples", str(branch), "--step", str(AT + 1), "--limit", "1"]) == 0
+    assert headrace(["samples", str(branch), "--step", str(AT)]) == 2
+    assert f"steps up to {AT} are those of {base}" in capsys.readouterr().err
+    page = branch.parent / "report.html"
+    assert headrace(["report", str(page), "--run", f"base={base}", "--run", f"branch={branch}"]) == 0
+    assert f"{base}, from step {AT}" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"run": {"from": "base@5"}}, "no checkpoint of step 5\n  try: the nearest it has, of step 3 and 6"),
+        ({"run": {"from": "base@9", "steps": 9}}, "the run ends with step 9"),
+        ({"run": {"from": "base"}}, "it names no step"),
+        ({"model": {"config": {"hidden_size": 96}}}, "has shape (512, 96) in the config's model, and (512, 48) in the"),
+        ({"train_batch_size": 16}, "have 8 samples of 32 tokens to step 6\n    the config has 16 samples of"),
+        ({"data": {"sequence_length": 16}}, "config has 8 samples of 16 tokens to step 6\n  try: put them back"),
+    ],
+)
+def test_a_branch_that_cannot_be_is_refused_by_check(
+    changes: dict[str, Any], said: str, base: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    start = {"run": {"dir": str(tmp_path / "run"), "from": f"base@{AT}"}}
+    tree = branched(config_of(tokens, base), {}, start=f"base@{AT}", run_dir=str(tmp_path / "run"))
+    for section, fields in {**start, **changes}.items():
+        tree[section] = fields if not isinstance(fields, dict) else merged(tree[section], fields)
+    with pytest.raises((ConfigError, CheckpointError)) as error:
+        prepare(resolve(parse(Config, tree), world_size=1))
+    assert said in str(error.value)
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    return {**old, **{k: merged(old[k], v) if isinstance(v, dict) else v for k, v in new.items()}}
+
+
+def test_other_data_and_schedule_may_begin_and_another_tokenizer_or_start_may_not(
+    base: Path, branch: Path, tmp_path: Path
+) -> None:
+    tree = json.loads(branch.with_suffix(".json").read_text())
+    fresh = merged(tree, {"run": {"dir": str(tmp_path / "run"), "seed": 8}}) | {"scheduler": None}
+    prepared = prepare(resolve(parse(Config, fresh), world_size=1))
+    assert prepared.origin is not None
+    assert f"resume after step {AT} of {base}" in [entry.text for entry in prepared_entries(prepared)]
+    begun = merged(tree, {"run": {"from": f"{base}@3"}})
+    with pytest.raises(ConfigError, match=f"is of a run that began with step {AT} of {base}"):
+        prepare(resolve(parse(Config, begun), world_size=1))
+    spoken = Path(shutil.copytree(base, tmp_path / "spoken", symlinks=True))
+    manifest = read_manifest(checkpoint(spoken, AT), kind="checkpoint")
+    manifest.details["tokenizer"]["fingerprint"] = "another"
+    about = {"config": manifest.config, "parents": manifest.parents, "details": manifest.details}
+    write_manifest(checkpoint(spoken, AT), kind="checkpoint", files=manifest.files, **about)
+    other = merged(fresh, {"run": {"from": f"{spoken}@{AT}"}})
+    with pytest.raises(CheckpointError, match=r"its tokenizer is not that of data\.sources"):
+        prepare(resolve(parse(Config, other), world_size=1))
+
+
+def test_the_config_of_a_branch_has_the_changes_and_not_what_they_replace() -> None:
+    base = {
+        "run": {"dir": "runs/base", "tokens": 1000, "allow_change": ["run.tokens"]},
+        "scheduler": {"type": "WSD", "params": {"decay_num_steps": 5}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "betas": [0.9, 0.95]}},
+    }
+    changes = {"run": {"steps": 7}, "scheduler": {"type": "WarmupLR"}, "optimizer": {"params": {"lr": 2.0}}}
+    assert branched(base, changes, start="runs/base@5", run_dir="runs/b") == {
+        "run": {"dir": "runs/b", "from": "runs/base@5", "steps": 7},
+        "scheduler": {"type": "WarmupLR"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2.0, "betas": [0.9, 0.95]}},
+    }
+
+
+@pytest.mark.parametrize("group", ["islands", "replicas"])
+def test_groups_of_processes_do_not_begin_with_another_runs_state(group: str, tokens: Path, tmp_path: Path) -> None:
+    config = {**config_of(tokens, tmp_path / "run", **{"from": "runs/base@3"}), group: {"count": 2}}
+    with pytest.raises(ConfigError, match=rf"run\.from\n  why: it does not combine with {group}"):
+        resolve(parse(Config, config), world_size=1)
