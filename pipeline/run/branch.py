@@ -17,7 +17,7 @@ from foundation.directory import Manifest
 from foundation.errors import CheckpointError, ConfigError, DataError, HeadraceError
 from foundation.storage import StorageError
 from pipeline.checkpoint.checkpoint import BRANCH, MERGED, Checkpoint, StoredCheckpoint
-from pipeline.checkpoint.export.find import Place, checkpoints_of_steps, metadata_of
+from pipeline.checkpoint.export.find import RunPlace, checkpoints_of_steps, metadata_of
 from pipeline.checkpoint.format.naming import FOLDER
 from pipeline.checkpoint.named_state import weight_key
 from pipeline.checkpoint.pins import pin
@@ -41,7 +41,7 @@ class Origin:
         manifest: its manifest.
     """
 
-    place: Place
+    place: RunPlace
     checkpoint: Checkpoint
     manifest: Manifest
 
@@ -82,7 +82,7 @@ def find_origin(section: RunSection, own: CheckpointStore, *, steps: int) -> Ori
     """
     if section.origin is None:
         return None
-    place = Place.parse(section.origin)
+    place = RunPlace.parse(section.origin)
     assert place.step is not None, "RunSection requires a step"
     if place.step >= steps:
         why = f"the run ends with step {steps:,}"
@@ -106,7 +106,7 @@ def _copied(found: StoredCheckpoint, section: RunSection) -> Checkpoint:
     return Checkpoint(path, found.step) if path.is_dir() else StoredCheckpoint(path, found.step, found.url)
 
 
-def _check_same_origin(section: RunSection, place: Place, begun: list[Checkpoint]) -> None:
+def _check_same_origin(section: RunSection, place: RunPlace, begun: list[Checkpoint]) -> None:
     """Refuses a run that has checkpoints of its own and began with another state."""
     for checkpoint in begun:
         with suppress(DataError):  # damaged, which the search for an intact checkpoint reports

@@ -47,13 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     if out.exists():
         raise DataError(f"{out} exists already\n  try: --out FILE, another name")
     # these import torch, which takes seconds: `--help` should not wait for it
-    from pipeline.checkpoint.export.find import Place, checkpoints_of_steps  # noqa: PLC0415
+    from pipeline.checkpoint.export.find import RunPlace, checkpoints_of_steps  # noqa: PLC0415
     from pipeline.config.rules.resolve import resolve  # noqa: PLC0415
     from pipeline.config.sections.run import Config  # noqa: PLC0415
     from pipeline.run.prepare import prepare  # noqa: PLC0415
     from pipeline.runtime.launch import detect  # noqa: PLC0415
 
-    place = Place.parse(arguments.run)
+    place = RunPlace.parse(arguments.run)
     found = place.checkpoints()
     step = arguments.at or place.step or found[0].step
     [checkpoint] = checkpoints_of_steps(place, found, [step])

@@ -17,11 +17,11 @@ from foundation.directory import read_manifest, write_manifest
 from foundation.errors import ConfigError
 from headrace.commands.app import run as headrace
 from pipeline.checkpoint.checkpoint import Checkpoint, CheckpointInfo
-from pipeline.checkpoint.export.find import Place
+from pipeline.checkpoint.export.find import RunPlace
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.export.verify import verify_checkpoint
 from pipeline.checkpoint.merging import merge as merge_module
-from pipeline.checkpoint.merging.coefficients import METHODS, SHAPES, Method
+from pipeline.checkpoint.merging.coefficients import METHODS, SHAPES, MergeMethod
 from pipeline.checkpoint.merging.merge import Merge, merged_lineage
 from pipeline.checkpoint.merging.sources import choose, open_sources
 from pipeline.checkpoint.pins import pin
@@ -110,8 +110,8 @@ def test_large_tensors_are_read_and_written_in_parts_and_each_byte_once(
 ) -> None:
     monkeypatch.setattr(streamed, "_SHARD_BYTES", 3000)
     monkeypatch.setattr(merge_module, "_BLOCK", 100)
-    chosen = choose([Place.parse(str(runs / "one")), Place.parse(str(runs / "two"))], last=2, steps=())
-    made = Merge.of(open_sources(chosen), Method("mean"))
+    chosen = choose([RunPlace.parse(str(runs / "one")), RunPlace.parse(str(runs / "two"))], last=2, steps=())
+    made = Merge.of(open_sources(chosen), MergeMethod("mean"))
     written = made.write(tmp_path / "out")
     assert_equal(tensors_of(written.path), by_hand([each.path for _, each in chosen], [0.25] * 4))
     for source in made.sources:
@@ -128,7 +128,7 @@ def test_wsm_is_the_run_with_the_decayed_rate(shape: str, steps: tuple[int, ...]
     """Updates of a constant rate, scaled by the factor at their interval, lead to the merged weights."""
     updates = torch.randn(len(steps) - 1, 5, dtype=torch.float64)
     checkpoints = torch.cat([torch.zeros(1, 5, dtype=torch.float64), updates.cumsum(0)])
-    found = Method("wsm", shape=shape).coefficients(steps)
+    found = MergeMethod("wsm", shape=shape).coefficients(steps)
     assert sum(found) == pytest.approx(1)
     span = (steps[-1] - steps[0]) * len(steps) / (len(steps) - 1)
     factors = [SHAPES[shape]((step - steps[0]) / span) for step in steps[1:]]
@@ -138,16 +138,18 @@ def test_wsm_is_the_run_with_the_decayed_rate(shape: str, steps: tuple[int, ...]
 
 
 def test_a_linear_decay_is_the_mean_and_an_ema_is_its_recursion() -> None:
-    assert Method("wsm").coefficients((10, 20, 30, 40)) == pytest.approx(Method("mean").coefficients((1, 2, 3, 4)))
+    assert MergeMethod("wsm").coefficients((10, 20, 30, 40)) == pytest.approx(
+        MergeMethod("mean").coefficients((1, 2, 3, 4))
+    )
     values = [3.0, -1.0, 2.0]
     average = values[0]
     for value in values[1:]:
         average = 0.8 * average + 0.2 * value
-    found = Method("ema", ema=0.8).coefficients((1, 2, 3))
+    found = MergeMethod("ema", ema=0.8).coefficients((1, 2, 3))
     assert sum(c * value for c, value in zip(found, values, strict=True)) == pytest.approx(average)
     for name in METHODS[1:3]:
         with pytest.raises(ConfigError, match="weights checkpoints of one run by their order"):
-            Method(name).coefficients((10, 20, 20))
+            MergeMethod(name).coefficients((10, 20, 20))
 
 
 @pytest.mark.parametrize(

@@ -290,3 +290,28 @@ def test_a_stage_to_come_may_change_and_one_that_has_begun_may_not(whole: Path, 
     again = write_config(tmp_path / "c.json", {**config, "stages": staged_config(tokens, tmp_path / "run")["stages"]})
     said = refusal_of(start("train.py", again, 'run.allow_change=["stages"]'))
     assert "run.allow_change cannot allow that" in said
+
+
+def test_a_branch_of_a_staged_run_counts_by_the_record_of_both_parts(whole: Path, tokens: Path, tmp_path: Path) -> None:
+    at, longer = BORDER + 2, BORDER + 4  # within the second stage of the run, which ends earlier in the branch
+    config = staged_config(tokens, tmp_path / "run")
+    stable, long = config["stages"]
+    short = {"name": "short", "data": {"sequence_length": 32}}
+    config["stages"] = [stable, {**long, "until": {"steps": longer}}, short]
+    config["run"] |= {"from": f"{whole}@{at}", "ema": {"decay": 0.9}}
+    launch("train.py", write_config(tmp_path / "c.json", config))
+    rows, before = rows_of(tmp_path / "run"), rows_of(whole)
+    assert list(rows) == list(range(at + 1, STEPS + 1))
+    assert [row[4] for row in rows.values()] == [before[at][4] + each for each in (256, 512, 640, 768)]
+    assert rows[at + 1][:2] == before[at + 1][:2]  # the same weights, states and samples
+    last = read_manifest(tmp_path / f"run/checkpoints/step-{STEPS:08}", kind="checkpoint")
+    base = read_manifest(whole / f"checkpoints/step-{at:08}", kind="checkpoint").details["ledger"]
+    ledger = last.details["ledger"]
+    assert ledger[: len(base)] == base
+    assert [(row["first_step"], row["tokens"]) for row in ledger[len(base) :]] == [(at + 1, 512), (longer + 1, 256)]
+    assert all(0 < row["targets"] <= row["tokens"] for row in ledger)
+    parts = [step["tokens"] for step in training_lineage(last)["steps"]]
+    assert parts == [before[at][4], 768]
+    [evaluated] = read_rows(tmp_path / "run", kind="eval")[-1:]
+    assert evaluated["step"] == STEPS
+    assert evaluated["ema_loss"] != evaluated["loss"]

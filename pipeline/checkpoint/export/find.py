@@ -23,7 +23,7 @@ _AT_STEP = re.compile(r"(.+?)(?:@(\d+)|/checkpoints/step-(\d+)|/checkpoints/late
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """A run, as a person names it, with one of its steps or without.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
     step: int | None
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> RunPlace:
         """Parses RUN, RUN@STEP, RUN/checkpoints/step-STEP or .../latest; RUN is a path or a URL."""
         found = _AT_STEP.fullmatch(text)
         assert found is not None
@@ -57,7 +57,7 @@ class Place:
         return find_checkpoints(pull(self.run) if is_url(self.run) else Path(self.run))
 
 
-def checkpoints_of_steps(place: Place, found: Sequence[Checkpoint], steps: Sequence[int]) -> list[Checkpoint]:
+def checkpoints_of_steps(place: RunPlace, found: Sequence[Checkpoint], steps: Sequence[int]) -> list[Checkpoint]:
     """Picks the checkpoints of some steps from those of a run.
 
     Raises:

@@ -37,7 +37,7 @@ _EMA = 0.5
 
 
 @dataclass(frozen=True)
-class Method:
+class MergeMethod:
     """How checkpoints are weighted.
 
     Attributes:

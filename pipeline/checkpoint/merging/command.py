@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from foundation.command_line import Parser
 from foundation.errors import ConfigError, DataError
 from foundation.paths import PLACE, is_url
-from pipeline.checkpoint.merging.coefficients import METHODS, SHAPES, Method
+from pipeline.checkpoint.merging.coefficients import METHODS, SHAPES, MergeMethod
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.merging.merge import Merge
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     # these import torch, which takes seconds: `--help` should not wait for it
     from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn  # noqa: PLC0415
 
-    from pipeline.checkpoint.export.find import Place  # noqa: PLC0415
+    from pipeline.checkpoint.export.find import RunPlace  # noqa: PLC0415
     from pipeline.checkpoint.merging.merge import Merge  # noqa: PLC0415
     from pipeline.checkpoint.merging.sources import choose, open_sources  # noqa: PLC0415
     from pipeline.checkpoint.new_run import free_run_dir, upload_run  # noqa: PLC0415
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = free_run_dir(out)
     if run_dir.exists() and not is_url(out):
         raise DataError(f"{run_dir} exists already\n  try: another directory")
-    chosen = choose([Place.parse(each) for each in arguments.runs], last=arguments.last, steps=arguments.steps)
+    chosen = choose([RunPlace.parse(each) for each in arguments.runs], last=arguments.last, steps=arguments.steps)
     merge = Merge.of(open_sources(chosen), method)
     columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as bar:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _method(arguments: argparse.Namespace) -> Method:
+def _method(arguments: argparse.Namespace) -> MergeMethod:
     """Makes the method of the arguments; refuses options that it does not use."""
     name = arguments.method or ("linear" if arguments.weights else "mean")
     options = {"weights": ("linear", arguments.weights), "shape": ("wsm", arguments.shape)}
@@ -90,7 +90,7 @@ def _method(arguments: argparse.Namespace) -> Method:
     if arguments.decay is not None and not 0 < arguments.decay < 1:
         raise ConfigError("--decay", arguments.decay, why="it is a share of the average", remedy="e.g. 0.8")
     decay = {} if arguments.decay is None else {"ema": arguments.decay}
-    return Method(name, arguments.weights or (), arguments.shape or "linear", **decay)
+    return MergeMethod(name, arguments.weights or (), arguments.shape or "linear", **decay)
 
 
 def _lines(merge: Merge) -> list[str]:

@@ -32,8 +32,8 @@ from foundation.remote_directory import require_room
 from pipeline.checkpoint.checkpoint import MERGED, Checkpoint, CheckpointInfo
 from pipeline.checkpoint.format.shard_table import StoredTensor
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.merging.coefficients import Method
-from pipeline.checkpoint.merging.sources import Source
+from pipeline.checkpoint.merging.coefficients import MergeMethod
+from pipeline.checkpoint.merging.sources import MergeSource
 from pipeline.checkpoint.named_state import LOSS_SCALE
 from pipeline.checkpoint.pins import pinned
 from pipeline.checkpoint.save import save_streamed
@@ -62,12 +62,12 @@ class Merge:
         coefficients: weight of every checkpoint; their sum is 1.
     """
 
-    sources: Sequence[Source]
-    method: Method
+    sources: Sequence[MergeSource]
+    method: MergeMethod
     coefficients: Sequence[float]
 
     @classmethod
-    def of(cls, sources: Sequence[Source], method: Method) -> Merge:
+    def of(cls, sources: Sequence[MergeSource], method: MergeMethod) -> Merge:
         """Makes the merge of some checkpoints with a method.
 
         Raises:
@@ -76,7 +76,7 @@ class Merge:
         return cls(sources, method, method.coefficients([each.checkpoint.step for each in sources]))
 
     @property
-    def newest(self) -> Source:
+    def newest(self) -> MergeSource:
         """The checkpoint with the largest step; the first of several."""
         return max(self.sources, key=lambda each: each.checkpoint.step)
 
@@ -167,7 +167,7 @@ class Merge:
         return {"method": self.method.name, **shape, **decay, "of_steps": steps, "weights": list(self.coefficients)}
 
 
-def _read(source: Source, stored: StoredTensor, rectangle: Rectangle) -> Tensor:
+def _read(source: MergeSource, stored: StoredTensor, rectangle: Rectangle) -> Tensor:
     """Reads a rectangle of one of a checkpoint's tensors."""
     values = torch.empty(rectangle.numel, dtype=stored.dtype)
     shard = NamedShard(stored.shape, start=0, values=values, box=rectangle)

@@ -13,7 +13,7 @@ from foundation.directory import Manifest, check_sizes
 from foundation.errors import CheckpointError, ConfigError
 from foundation.storage import patiently, read_range
 from pipeline.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
-from pipeline.checkpoint.export.find import Place, checkpoints_of_steps, metadata_of
+from pipeline.checkpoint.export.find import RunPlace, checkpoints_of_steps, metadata_of
 from pipeline.checkpoint.format.coverage import coverage_errors
 from pipeline.checkpoint.format.shard_table import CheckpointMetadata, StoredTensor
 from pipeline.checkpoint.memory.shard_files import ShardFiles
@@ -25,7 +25,7 @@ _FREE = {"max_position_embeddings"}
 
 
 @dataclass(frozen=True)
-class Source:
+class MergeSource:
     """A checkpoint of a merge.
 
     Attributes:
@@ -36,7 +36,7 @@ class Source:
         reader: reads parts of its tensors, each stored byte once.
     """
 
-    place: Place
+    place: RunPlace
     checkpoint: Checkpoint
     manifest: Manifest
     metadata: CheckpointMetadata = field(repr=False)
@@ -54,7 +54,7 @@ class Source:
         return self.checkpoint.url if isinstance(self.checkpoint, StoredCheckpoint) else str(self.checkpoint.path)
 
 
-def choose(places: Sequence[Place], *, last: int | None, steps: Sequence[int]) -> list[tuple[Place, Checkpoint]]:
+def choose(places: Sequence[RunPlace], *, last: int | None, steps: Sequence[int]) -> list[tuple[RunPlace, Checkpoint]]:
     """Chooses the checkpoints of a merge: run after run, each run's in ascending order of steps.
 
     Args:
@@ -66,7 +66,7 @@ def choose(places: Sequence[Place], *, last: int | None, steps: Sequence[int]) -
         CheckpointError: a run has no checkpoint of a step.
         ConfigError: a run has fewer checkpoints than `last`, or there is only one checkpoint in all.
     """
-    chosen: list[tuple[Place, Checkpoint]] = []
+    chosen: list[tuple[RunPlace, Checkpoint]] = []
     for place in places:
         found = place.checkpoints()
         if place.step is not None:
@@ -85,7 +85,7 @@ def choose(places: Sequence[Place], *, last: int | None, steps: Sequence[int]) -
     return chosen
 
 
-def open_sources(chosen: Sequence[tuple[Place, Checkpoint]]) -> list[Source]:
+def open_sources(chosen: Sequence[tuple[RunPlace, Checkpoint]]) -> list[MergeSource]:
     """Opens the checkpoints of a merge, and checks that they are complete and of one model. Reads no weights.
 
     Raises:
@@ -98,7 +98,7 @@ def open_sources(chosen: Sequence[tuple[Place, Checkpoint]]) -> list[Source]:
     return sources
 
 
-def _open(place: Place, checkpoint: Checkpoint) -> Source:
+def _open(place: RunPlace, checkpoint: Checkpoint) -> MergeSource:
     manifest = checkpoint.manifest
     if "hf_config" not in manifest.details:
         raise CheckpointError(f"{checkpoint.path} is from a custom training loop\n  try: a run of headrace train")
@@ -115,10 +115,10 @@ def _open(place: Place, checkpoint: Checkpoint) -> Source:
     metadata = metadata_of(checkpoint)
     for key, error in coverage_errors(metadata.table):
         raise CheckpointError(f"{checkpoint.path}: {key}: {error}\n  try: headrace checkpoint verify {checkpoint.path}")
-    return Source(place, checkpoint, manifest, metadata, ShardReader(checkpoint.path, metadata, files, once=True))
+    return MergeSource(place, checkpoint, manifest, metadata, ShardReader(checkpoint.path, metadata, files, once=True))
 
 
-def _check_same(first: Source, other: Source) -> None:
+def _check_same(first: MergeSource, other: MergeSource) -> None:
     names = [str(each.name) for each in (first, other)]
     one, two = ({k: tuple(t.shape) for k, t in each.tensors.items()} for each in (first, other))
     if one != two:
