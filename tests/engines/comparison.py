@@ -14,6 +14,10 @@ HALF = {"bf16": 2e-3, "fp16": 5e-4}
 """Relative, on losses: half a unit of the type's last place (2^-8, 2^-11), on a few steps."""
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "num_key_value_heads": 4}
+_GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {**_RANKS, **_GROUPS, "moe_intermediate_size": 24}
+"""Sizes of a DeepSeek-V3: latent attention and grouped experts."""
 
 
 def layout(stage: int, *, zero: Mapping[str, Any] | None = None, micro: int = 1, **keys: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
@@ -14,14 +14,19 @@ from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
+from tests.engines.comparison import LATENT
+from tests.sweeps.families import tiny_fields
 
 V, T = 96, 24
 
 _HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-_COMMON = {**_HEADS, "intermediate_size": 48, "num_hidden_layers": 3}
+COMMON = {**_HEADS, "intermediate_size": 48, "num_hidden_layers": 3}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _NEOX = {"num_hidden_layers": 3, "intermediate_size": 48}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+_MIXTRAL = {"num_local_experts": 4, **_EXPERTS}
+_FINE_GRAINED = {"num_experts": 4, "moe_intermediate_size": 24, **_EXPERTS}
+_GEMMA = {**COMMON, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "pad_token_id": 0}
 _LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
 _LONGROPE = {
     "rope_type": "longrope",
@@ -33,173 +38,87 @@ _LONGROPE = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_COMMON},
-    "llama_tied": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
-    "llama_biases": {"model_type": "llama", **_COMMON, "attention_bias": True, "mlp_bias": True},
-    "llama_padding": {"model_type": "llama", **_COMMON, "pad_token_id": 5},
-    "llama_one_kv_head": {"model_type": "llama", **_COMMON, "num_key_value_heads": 1},
-    "qwen3": {"model_type": "qwen3", **_COMMON, "head_dim": 16},
-    "mistral": {"model_type": "mistral", **_COMMON, "sliding_window": 7},
-    "gemma": {"model_type": "gemma", **_COMMON, "head_dim": 8, "pad_token_id": 0},
-    "gemma3_text": {
-        "model_type": "gemma3_text",
-        **_COMMON,
-        "head_dim": 8,
-        "sliding_window": 7,
-        "layer_types": _LOCAL_GLOBAL,
-        "query_pre_attn_scalar": 8,
-        "pad_token_id": 0,
-    },
+    "llama": {"model_type": "llama", **COMMON},
+    "llama_tied": {"model_type": "llama", **COMMON, "tie_word_embeddings": True},
+    "llama_biases": {"model_type": "llama", **COMMON, "attention_bias": True, "mlp_bias": True},
+    "llama_padding": {"model_type": "llama", **COMMON, "pad_token_id": 5},
+    "llama_one_kv_head": {"model_type": "llama", **COMMON, "num_key_value_heads": 1},
+    "qwen3": {"model_type": "qwen3", **COMMON, "head_dim": 16},
+    "mistral": {"model_type": "mistral", **COMMON, "sliding_window": 7},
+    "gemma": {"model_type": "gemma", **COMMON, "head_dim": 8, "pad_token_id": 0},
+    "gemma2": {"model_type": "gemma2", **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {"model_type": "gemma3_text", **_GEMMA, "layer_types": _LOCAL_GLOBAL},
     "phi3_longrope": {
         "model_type": "phi3",
-        **_COMMON,
+        **COMMON,
         "pad_token_id": 0,
         "rope_parameters": _LONGROPE,
         "original_max_position_embeddings": 10,  # it wins over that of rope_parameters
     },
     "phimoe": {
         "model_type": "phimoe",
-        **_COMMON,
-        "num_local_experts": 4,
-        **_EXPERTS,
-        "router_jitter_noise": 0.0,
-        "input_jitter_noise": 0.0,
+        **COMMON,
+        **_MIXTRAL,
+        **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), 0.0),
         "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4},
     },
-    "phi": {"model_type": "phi", **_COMMON, "partial_rotary_factor": 0.5},
+    "phi": {"model_type": "phi", **COMMON, "partial_rotary_factor": 0.5},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, **_NEOX},
-    "starcoder2": {"model_type": "starcoder2", **_COMMON},
+    "starcoder2": {"model_type": "starcoder2", **COMMON},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **_NO_DROPOUT},
-    "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4, **_EXPERTS},
-    "gemma2": {
-        "model_type": "gemma2",
-        **_COMMON,
-        "head_dim": 8,
-        "sliding_window": 7,
-        "query_pre_attn_scalar": 8,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 5.0,
-        "pad_token_id": 0,
-    },
+    "mixtral": {"model_type": "mixtral", **COMMON, **_MIXTRAL},
     "gpt_oss": {
         "model_type": "gpt_oss",
-        **_COMMON,
+        **COMMON,
+        **_MIXTRAL,
         "head_dim": 8,
         "sliding_window": 7,
         "layer_types": _LOCAL_GLOBAL,
-        "num_local_experts": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        **_EXPERTS,
     },
-    "qwen2_moe": {
-        "model_type": "qwen2_moe",
-        **_COMMON,
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-        **_EXPERTS,
-    },
+    "qwen2_moe": {"model_type": "qwen2_moe", **COMMON, **_FINE_GRAINED, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {"model_type": "qwen3_moe", **COMMON, **_FINE_GRAINED, "head_dim": 16},
     "deepseek_v3": {
         "model_type": "deepseek_v3",
-        **_COMMON,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 24,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
+        **COMMON,
+        **LATENT,
         "v_head_dim": 8,  # as published models have it, narrower than a key
+        "n_shared_experts": 1,
         "rope_interleave": False,
-    },
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        **_COMMON,
-        "head_dim": 16,
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
-        **_EXPERTS,
     },
 }
 
-_OLD = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **_NO_DROPOUT}
-_BLOOM = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
-_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "ffn_hidden_size": 48, **_BLOOM}
+_CHUNKED = {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1, 0]}
+_INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 5, "num_local_experts": 4}
+_KINDS = ("bloom", "codegen", "gptj", "mpt", "nemotron", "openai-gpt", "stablelm", "xglm")
 ADAPTED: dict[str, dict[str, Any]] = {
-    "bloom": {"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 3, **_BLOOM},
-    "codegen": {"model_type": "codegen", **_OLD, "rotary_dim": 4},
-    "deepseek_v32": {
-        **CONFIGS["deepseek_v3"],
-        "model_type": "deepseek_v32",
-        "index_n_heads": 4,
-        "index_head_dim": 16,
-        "index_topk": 5,
-        "num_local_experts": 4,
-        "pad_token_id": 0,
-    },
-    "falcon": {"model_type": "falcon", **_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
-    "falcon_alibi": {"model_type": "falcon", **_FALCON, "alibi": True},
-    "gpt_neo": {
-        "model_type": "gpt_neo",
-        "hidden_size": 32,
-        "num_heads": 4,
-        "num_layers": 4,
-        "max_position_embeddings": 64,
-        "window_size": 7,
-        "attention_types": [[["global", "local"], 2]],
-        **dict.fromkeys(("attention_dropout", "resid_dropout", "embed_dropout"), 0.0),
-    },
-    "gpt_neox_japanese": {
-        "model_type": "gpt_neox_japanese",
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "intermediate_multiple_size": 2,
-        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
-    },
-    "gptj": {"model_type": "gptj", **_OLD, "rotary_dim": 4},
-    "llama4_text": {
-        "model_type": "llama4_text",
-        **_COMMON,
-        "num_hidden_layers": 4,
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 4,
-        "no_rope_layers": [1, 0, 1, 0],
-        "attention_chunk_size": 7,
-        "floor_scale": 4,
-        "attn_scale": 0.5,
-        "pad_token_id": 0,
-    },
-    "mpt": {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
-    "nemotron": {"model_type": "nemotron", **_COMMON},
-    "openai-gpt": {"model_type": "openai-gpt", **_OLD},
-    "stablelm": {"model_type": "stablelm", **_COMMON},
-    "xglm": {
-        "model_type": "xglm",
-        "d_model": 32,
-        "attention_heads": 4,
-        "num_layers": 3,
-        "ffn_dim": 48,
-        "max_position_embeddings": 64,
-        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0),
-    },
+    **{kind: tiny_fields(kind) for kind in _KINDS},
+    "deepseek_v32": {**CONFIGS["deepseek_v3"], "model_type": "deepseek_v32", **_INDEXER, "pad_token_id": 0},
+    "falcon": {**tiny_fields("falcon"), "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_alibi": {**tiny_fields("falcon"), "alibi": True},
+    "gpt_neo": {**tiny_fields("gpt_neo"), "window_size": 7},
+    "gpt_neox_japanese": {**tiny_fields("gpt_neox_japanese"), "intermediate_multiple_size": 2},
+    "llama4_text": {**tiny_fields("llama4_text"), **_CHUNKED, "pad_token_id": 0},
 }
 """Architectures to which our attention is adapted."""
 
 
 def config_of(name: str, **fields: Any) -> PretrainedConfig:
-    given = {"vocab_size": V, **(CONFIGS | ADAPTED)[name], **fields}
+    given = {**(CONFIGS | ADAPTED)[name], "vocab_size": V, **fields}
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 
 def meta_of(name: str, *, attention: str = ATTENTION_NAME, **fields: Any) -> nn.Module:
     return build_meta(config_of(name, **fields), dtype=torch.float32, attn_implementation=attention)
+
+
+def family_config(kind: str, **fields: Any) -> PretrainedConfig:
+    """The config of a family's tiny model in the sweep over families, without a tokenizer."""
+    return AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, "eos_token_id": 2, **fields})
+
+
+def family_meta(kind: str, *, attention: str = ATTENTION_NAME, **fields: Any) -> Any:
+    return build_meta(family_config(kind, **fields), dtype=torch.float32, attn_implementation=attention)
 
 
 def with_weights(model: nn.Module, *, seed: int = 3, spread: float = 5.0) -> nn.Module:

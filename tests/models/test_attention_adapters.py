@@ -1,4 +1,4 @@
-"""Architectures whose attention is adapted: losses and gradients are those of their own code, documents are masked."""
+"""Adapted attention, soft caps and sinks: losses and gradients are those of eager attention, documents are masked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FP32 = 1e-5
 GRADIENT = 1e-4
 
 
-@pytest.mark.parametrize("name", sorted(ADAPTED))
-def test_an_adapted_model_computes_what_its_own_code_computes_and_masks_documents(name: str) -> None:
+@pytest.mark.parametrize("name", [*sorted(ADAPTED), "gemma2", "gpt_oss"])
+def test_a_model_computes_what_its_own_code_computes_and_masks_documents(name: str) -> None:
     batch, packed = batch_of(), batch_of(borders=BORDERS)
     # transformers' eager Falcon adds its bias twice: in the mask and in the scores
     ours, own = plain_decoder(name), plain_decoder(name, attention="sdpa" if name == "falcon_alibi" else "eager")
@@ -36,10 +36,13 @@ def test_an_adapted_model_computes_what_its_own_code_computes_and_masks_document
         for each in compared:  # a bias of keys changes no softmax: its gradient is rounding
             for key in [key for key in each if key.endswith("k_proj.bias")]:
                 del each[key]
+        sinks = [each for key, each in compared[1].items() if key.endswith("sinks")]
+        assert len(sinks) == (3 if name == "gpt_oss" else 0)
+        assert all(each.abs().max() > 1e-4 for each in sinks)
         assert_same(*compared, tolerance=GRADIENT)
 
 
-@pytest.mark.parametrize("name", ["bloom", "gpt_neo", "stablelm"])
+@pytest.mark.parametrize("name", ["bloom", "gpt_neo", "stablelm", "gemma2", "gpt_oss"])
 def test_the_last_token_of_a_document_moves_nothing_in_the_next(name: str) -> None:
     decoder, batch = plain_decoder(name), batch_of(samples=1, borders=((9,),))
     changed = batch.input_ids.clone()
@@ -47,7 +50,8 @@ def test_the_last_token_of_a_document_moves_nothing_in_the_next(name: str) -> No
     unmasked = MicroBatch(batch.input_ids, batch.labels, batch.positions)
     with torch.no_grad():
         moved, open_ = (decoder.logits(changed, b) - decoder.logits(batch.input_ids, b) for b in (batch, unmasked))
-    assert (moved[:, 9:] == 0).all()
+    # the products of experts round differently with other tokens beside
+    assert moved[:, 9:].abs().max() <= (1e-6 if name == "gpt_oss" else 0)
     assert min(moved[:, 8].abs().max(), open_[:, 9:].abs().max()) > 1e-3
 
 

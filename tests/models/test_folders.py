@@ -31,17 +31,10 @@ from pipeline.models.folder.weight_files import INDEX, SINGLE
 from pipeline.models.gguf.write import Weights
 from pipeline.models.hf_config import read_hf_config
 from tests import warm
+from tests.models.architectures import COMMON
 from tests.support import output_of
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-}
+SIZES: dict[str, Any] = {**COMMON, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

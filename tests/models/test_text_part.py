@@ -26,30 +26,19 @@ from pipeline.models.folder.loading import load_model
 from pipeline.models.folder.model_folder import ModelFolder
 from pipeline.models.folder.text_part import TEXT_ALONE
 from pipeline.models.hf_config import read_hf_config, resolve_hf_config
+from tests.models.architectures import COMMON
 from tests.models.test_extra_weights import train_a_step
 from tests.sweeps.families import tiny_fields
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT: dict[str, Any] = {**COMMON, "head_dim": 8, "max_position_embeddings": 64, **_IDS}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VISION: dict[str, Any] = {
     "depth": 1,
-    "embed_dim": 16,
-    "hidden_size": 32,
     "num_heads": 2,
     "patch_size": 4,
-    "intermediate_size": 16,
-    "out_hidden_size": 32,
+    **dict.fromkeys(("embed_dim", "intermediate_size"), 16),
+    **dict.fromkeys(("hidden_size", "out_hidden_size"), 32),
     "fullatt_block_indexes": [0],
     "deepstack_visual_indexes": [0],
 }

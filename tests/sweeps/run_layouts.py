@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from pipeline.models.routers import has_experts
 from tests import warm
-from tests.engines.layout_cells import Keys, merged, optimizer, zero
-from tests.engines.layout_worker import LENGTH, MODEL
+from tests.engines.layout_cells import MASKED, Keys, at, merged, optimizer
+from tests.engines.layout_worker import MODEL
 from tests.sweeps.families import tiny_fields
 from tests.sweeps.layout_rank import ENDED, SAMPLES, STARTED
 
@@ -21,18 +23,12 @@ SECONDS = 150
 
 
 def _layout(stage: int, *parts: Keys, **parallel: Any) -> Keys:
-    keys: Keys = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": 1, "parallel": parallel}
-    for part in (zero(stage=stage), {} if MUON in parts else ADAMW, *parts):
-        keys = merged(keys, part)
-    return keys
+    own = parts if MUON in parts else (ADAMW, *parts)
+    return {"train_batch_size": SAMPLES, **at(stage, *own, **parallel)[1]}
 
 
-def _data(**fields: Any) -> Keys:
-    return {"data": {"sources": [{"path": "none"}], "sequence_length": LENGTH, **fields}}
-
-
-MASKS, DEEPSPEED = _data(mask_documents=True), {"engine": "deepspeed"}
-PACKED = {**_data(mask_documents=True, packing="best_fit"), "train_micro_batch_size_per_gpu": 2}
+DEEPSPEED = {"engine": "deepspeed"}
+PACKED = merged(MASKED, {"data": {"packing": "best_fit"}, "train_micro_batch_size_per_gpu": 2})
 # Adam's usual eps of 1e-8 turns rounding errors of gradients near zero into updates of full size: with it, and lr 3e-3,
 # the norms of Gemma 4 differ by 5e-3 between any two orders of summation
 ADAMW, MUON = optimizer("AdamW", lr=1e-3, betas=[0.0, 0.95], eps=1e-3), optimizer("Muon", lr=3e-3, adam_lr=2e-3)
@@ -43,7 +39,7 @@ COLUMNS: dict[str, Keys] = {
     "pp": _layout(2, pp=2),
     "cp ring": _layout(3, cp=2, cp_method="ring"),
     "Ulysses": _layout(3, cp=2, cp_method="ulysses"),
-    "masks": _layout(3, MASKS),
+    "masks": _layout(3, MASKED),
     "packing": _layout(3, PACKED),
     "Muon": _layout(3, MUON),
     "ep": _layout(3, ep=2),
@@ -58,11 +54,11 @@ OF_EXPERTS = ("ep", "aux", "bias")
 NAMED: dict[str, Keys] = {
     "FSDP2, tp 2": _layout(3, tp=2),
     "FSDP2, pp 2": _layout(3, pp=2),
-    "FSDP2, cp 2 with masks": _layout(3, MASKS, cp=2),
+    "FSDP2, cp 2 with masks": _layout(3, MASKED, cp=2),
     "FSDP2": _layout(3),
     "ZeRO-3, tp 2": _layout(3, DEEPSPEED, tp=2),
     "ZeRO-1, pp 2": _layout(1, DEEPSPEED, pp=2),
-    "ZeRO-3, cp 2 with masks": _layout(3, DEEPSPEED, MASKS, cp=2),
+    "ZeRO-3, cp 2 with masks": _layout(3, DEEPSPEED, MASKED, cp=2),
     "ZeRO-3": _layout(3, DEEPSPEED),
 }
 """Further layouts, of families that are named in the tests; DeepSpeed has no pipeline with ZeRO-3."""
@@ -79,7 +75,8 @@ def run_layouts(kind: str, layouts: Mapping[str, Keys] | None = None) -> dict[st
     """
     fields = IDS | tiny_fields(kind)
     if layouts is None:
-        layouts = {name: keys for name, keys in COLUMNS.items() if name not in OF_EXPERTS or _has_experts(fields)}
+        experts = has_experts(AutoConfig.for_model(**fields).to_dict())
+        layouts = {name: keys for name, keys in COLUMNS.items() if experts or name not in OF_EXPERTS}
     model = {"model": dict.fromkeys(MODEL) | fields}  # null takes a key of the usual model away
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-layouts-") as folder:
@@ -114,10 +111,3 @@ def _severity(outcome: str) -> int:
     """Which rank's outcome is the column's: one that lost the other rank has not failed by itself."""
     order = ("", "equal", "refused", "differs", "failed")
     return 2 if "gloo/transport" in outcome else order.index(outcome.replace(",", ":").partition(":")[0])
-
-
-def _has_experts(fields: dict[str, Any]) -> bool:
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415  for seconds
-
-    config = CONFIG_MAPPING[fields["model_type"]](**{k: v for k, v in fields.items() if k != "model_type"})
-    return has_experts(config.to_dict())

@@ -30,7 +30,6 @@ HEADS, GATHERED = "heads", "gathered"
 """Styles of a parameter, of which a rank keeps the rows of its heads (attention sinks), and of a norm that needs the
 features of all ranks, which gather them for it."""
 
-STYLES = (WHOLE, COLWISE, ROWWISE, *SLICED, HEADS, GATHERED)
 NO_TABLE: Mapping[str, str] = MappingProxyType({})
 """Table of styles (`parallel.tp_plan`) of a run that has none."""
 

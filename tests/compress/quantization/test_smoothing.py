@@ -25,6 +25,7 @@ from tests.compress.quantization.test_quantize import ENTRY, packed_here, write_
 from tests.compress.quantization.test_refusals import refusal
 from tests.compress.quantization.test_streaming import plan_of, streamed, tensors_of
 from tests.evaluation.heldout.small import SEQUENCE
+from tests.models.architectures import COMMON
 from tests.support import output_of
 
 CHANNELS, FACTOR = 6, 30.0
@@ -57,19 +58,8 @@ def make_outliers(source: Path, folder: Path, *, activations: bool) -> Path:
     return folder
 
 
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+TINY: dict[str, Any] = {**COMMON, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64, **EXPERTS}
 SMOOTHED = ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn.v_proj")
 
 

@@ -13,13 +13,16 @@ from pipeline.config.sections.run import Config
 from pipeline.config.topology import sequence_chunks
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import CrossEntropy
+from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.assemble import LocalModel, ShardedValues, assemble
 from pipeline.engines.parallel.mesh import Mesh
+from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.buffers import fill_buffers
 from pipeline.models.construction.counter import CPU
 from pipeline.models.construction.initial_values import InitByName, OwnBuffers
 from pipeline.models.construction.rectangle import Rectangle, part
-from tests.models.architectures import V, batch_of, enlarged, gradients, meta_of, plain_decoder
+from tests.models.architectures import V, batch_of, enlarged, family_meta, gradients, meta_of, plain_decoder
+from tests.sweeps.families import tiny_fields
 
 T = 32
 Z = 0.01
@@ -48,6 +51,16 @@ def resolved(*, world_size: int, **sections: Any) -> ResolvedRun:
         **sections,
     }
     return resolve(Config.model_validate(config), world_size=world_size)
+
+
+def check_family(
+    kind: str, *, eager: bool = False, world_size: int = 2, fields: dict[str, Any] | None = None, **sections: Any
+) -> None:
+    """Checks the tiny model of a family of the sweep over families in a layout."""
+    own, attention = fields or {}, "eager" if eager else "sdpa"
+    model = {"config": {**tiny_fields(kind), **own}, "attn_implementation": attention}
+    run = resolved(world_size=world_size, model=model, **sections)
+    check_layout(run, family_meta(kind, attention="eager" if eager else ATTENTION_NAME, **own))
 
 
 def full_model_gradients(name: str, borders: Borders = None, **fields: Any) -> tuple[float, dict[str, Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 import time
 from typing import Any
@@ -23,8 +22,8 @@ from pipeline.models.construction import meta
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.query_key_rows import attention_heads
 from tests.engines.parallel.layouts import T, resolved
-from tests.models.architectures import ADAPTED, CONFIGS, config_of, meta_of
-from tests.sweeps.families import families, tiny_fields
+from tests.models.architectures import ADAPTED, CONFIGS, config_of, family_config, family_meta, meta_of
+from tests.sweeps.families import families
 
 PP2: dict[str, Any] = {"parallel": {"pp": 2}}
 TP2: dict[str, Any] = {"parallel": {"tp": 2}}
@@ -39,23 +38,12 @@ _NOISY_EXPERTS = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.01},
 }
-_SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
 
 
 def built(kind: str, attention: str = ATTENTION_NAME, **fields: Any) -> torch.nn.Module:
     """A tiny model on meta, of an architecture that no other test uses."""
     config = CONFIG_MAPPING[kind](**{"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, **SMALL, **fields})
     return build_meta(config, dtype=torch.float32, attn_implementation=attention)
-
-
-OURS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": ATTENTION_NAME}
-
-
-def sweep_config(kind: str) -> PretrainedConfig:
-    """The config of a family in the sweep over families, without a tokenizer."""
-    fields = tiny_fields(kind)
-    known = inspect.signature(CONFIG_MAPPING[fields.pop("model_type")].__init__).parameters
-    return CONFIG_MAPPING[kind](**fields, **{key: 1 for key in ("pad_token_id", "eos_token_id") if key in known})
 
 
 @pytest.mark.parametrize(
@@ -112,17 +100,17 @@ def test_zero_1_in_bf16_is_refused_for_a_pipeline_stage_without_experts() -> Non
             check_layout(run, half)
 
 
-def test_ring_attention_takes_windows_and_documents() -> None:
-    check_layout(resolved(world_size=2, **RING, **MASKED), meta_of("mistral"))
+NARROW_VALUES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1")
 
 
-@pytest.mark.parametrize(
-    "kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1"]
-)
-def test_ring_attention_takes_values_that_are_narrower_than_keys(kind: str) -> None:
-    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
-    check_layout(resolved(world_size=2, **RING), built(kind, **heads, **experts, moe_intermediate_size=24))
+@pytest.mark.parametrize("kind", ["mistral", *sorted(ADAPTED), *NARROW_VALUES])
+def test_ring_attention_takes_documents_windows_biases_and_values_that_are_narrower_than_keys(kind: str) -> None:
+    model = family_meta(kind, v_head_dim=8) if kind in NARROW_VALUES else meta_of(kind)
+    why = r"DeepseekV32Indexer selects keys of the whole sequence.*\n.*use ulysses"
+    with pytest.raises(ConfigError, match=why) if kind == "deepseek_v32" else contextlib.nullcontext():
+        check_layout(resolved(world_size=2, **RING, **MASKED), model)
+    if kind == "deepseek_v32":
+        check_layout(resolved(world_size=2, **CP2, **MASKED), model)
 
 
 def test_the_trial_runs_the_method_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,20 +122,10 @@ def test_the_trial_runs_the_method_that_the_config_names(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"])
 def test_sinks_and_soft_caps_are_part_of_our_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sweep_config(kind)
-    check_layout(resolved(world_size=2, **RING, **MASKED), build_meta(config, **OURS))
+    check_layout(resolved(world_size=2, **RING, **MASKED), family_meta(kind))
     monkeypatch.setattr(own_attention, "score_rule", lambda **_: None)
     with pytest.raises(ConfigError, match=rf"(?s)our attention gives other logits .*tiny {kind}"):
-        check_layout(resolved(world_size=2), build_meta(config, **OURS))
-
-
-@pytest.mark.parametrize("kind", sorted(ADAPTED))
-def test_adapted_architectures_take_documents_and_context_parallelism(kind: str) -> None:
-    why = r"DeepseekV32Indexer selects keys of the whole sequence.*\n.*use ulysses"
-    with pytest.raises(ConfigError, match=why) if kind == "deepseek_v32" else contextlib.nullcontext():
-        check_layout(resolved(world_size=2, **RING, **MASKED), build_meta(config_of(kind), **OURS))
-    if kind == "deepseek_v32":
-        check_layout(resolved(world_size=2, **CP2, **MASKED), build_meta(config_of(kind), **OURS))
+        check_layout(resolved(world_size=2), family_meta(kind))
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_oss", "llama4_text"])
@@ -157,10 +135,10 @@ def test_the_reference_masks_documents_that_transformers_does_not_mask(
     name = {"model_type": kind, "vocab_size": 64}
     run = resolved(world_size=1, engine="reference", model={"config": name}, **MASKED)
     assert own_attention.attention_of(run) == ATTENTION_NAME
-    check_layout(run, build_meta(config_of(kind), **OURS))
+    check_layout(run, meta_of(kind))
     monkeypatch.setattr(own_attention, "_WITHOUT_DOCUMENTS", ())
     with pytest.raises(ConfigError, match="mix positions by other means than attention"):
-        check_layout(run, build_meta(config_of(kind), dtype=torch.float32, attn_implementation="sdpa"))
+        check_layout(run, meta_of(kind, attention="sdpa"))
 
 
 @pytest.mark.parametrize(
@@ -174,19 +152,13 @@ def test_the_reference_masks_documents_that_transformers_does_not_mask(
 )
 def test_what_needs_eager_attention_is_refused_with_its_module_and_property(kind: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"our attention (fails|gives other logits).*: {why}.*\n.*eager"):
-        check_layout(resolved(world_size=2), build_meta(sweep_config(kind), **OURS))
+        check_layout(resolved(world_size=2), family_meta(kind))
 
 
 def test_masks_that_an_architectures_own_code_does_not_make_are_refused_with_its_module() -> None:
     why = r"mask_documents = True\n.*other means than attention: LocalSelfAttention computes its scores in its own code"
     with pytest.raises(ConfigError, match=why):  # its code cannot compute a document alone
-        check_layout(resolved(world_size=2, **MASKED), build_meta(sweep_config("reformer"), **OURS))
-
-
-def test_a_cap_of_the_logits_of_the_vocabulary_is_refused_where_the_head_runs_by_itself() -> None:
-    eager = {"model": {"config": {"model_type": "gemma2", "vocab_size": 64}, "attn_implementation": "eager"}}
-    check_layout(resolved(world_size=2, **eager), built("gemma2", attention="eager"))
-    check_layout(resolved(world_size=2, **eager, **CHUNK), built("gemma2", attention="eager"))  # it caps its logits too
+        check_layout(resolved(world_size=2, **MASKED), family_meta("reformer"))
 
 
 BIDIRECTIONAL = r"(?s)sees the tokens to its right.*set model.config.is_decoder to true"
@@ -229,21 +201,17 @@ def test_the_remedy_eager_names_what_eager_does_not_have(monkeypatch: pytest.Mon
         built("gptj")
     monkeypatch.setattr(own_attention, "score_rule", lambda **_: None)
     with pytest.raises(ConfigError, match=r"use model\.attn_implementation eager and data\.mask_documents false"):
-        check_layout(resolved(world_size=2, **MASKED), build_meta(sweep_config("gpt_oss"), **OURS))
+        check_layout(resolved(world_size=2, **MASKED), family_meta("gpt_oss"))
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
+)
 def test_supported_combinations_are_accepted_quickly(name: str) -> None:
     began = time.process_time()
     every = {"parallel": {"pp": 2, "tp": 2, "cp": 2}, **CHUNK, **MASKED, **RECOMPUTE}
     check_layout(resolved(world_size=8, **every), meta_of(name))
     assert time.process_time() - began < 10  # under a second on an idle machine
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe"])
-def test_architectures_without_tensor_parallelism_may_still_be_sharded(name: str) -> None:
-    check_layout(resolved(world_size=2, **CHUNK, **MASKED, **RECOMPUTE), meta_of(name))
-    assert config_of(name).model_type == name
 
 
 @pytest.mark.parametrize("sections", [MASKED, CP2])
@@ -329,7 +297,7 @@ def test_of_all_families_those_that_are_accepted_scale_every_head_alone() -> Non
     accepted, wrong = [], {}
     for kind in families():
         try:
-            config = sweep_config(kind)
+            config = family_config(kind)
             text = refusal(config)
         except Exception:  # such a model cannot be built with this attention, whatever the optimizer
             continue

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from foundation.errors import ConfigError
 from pipeline.checkpoint.named_state import buffer_state
@@ -30,8 +29,7 @@ from tests.conftest import launch, tiny_config, write_config
 from tests.engines.comparison import FP32
 from tests.engines.layout_cells import BIAS, SHARED_EXPERT
 from tests.engines.parallel.layouts import resolved
-from tests.models.architectures import assert_same, batch_of, gradients, meta_of, plain_decoder
-from tests.sweeps.families import tiny_fields
+from tests.models.architectures import assert_same, batch_of, family_config, gradients, meta_of, plain_decoder
 
 COEFFICIENT = 0.3
 CPU = torch.device("cpu")
@@ -95,7 +93,7 @@ SCORED = ("afmoe", "gemma4_text", "hunyuan_v1_moe", "inkling_text", "longcat_fla
 
 
 def family(kind: str, **fields: Any) -> nn.Module:
-    return random_model(AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, **fields})).train()
+    return random_model(family_config(kind, **fields)).train()
 
 
 @pytest.mark.parametrize("kind", SCORED)

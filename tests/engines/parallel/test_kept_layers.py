@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from foundation.errors import ConfigError
 from pipeline.data.micro_batch import MicroBatch
@@ -16,16 +15,11 @@ from pipeline.engines.parallel.kept_layers import check_kept_layers
 from pipeline.models.layers import keep_layers, original_name
 from tests.engines.parallel.allocations import AllocationRecorder
 from tests.models.architectures import assert_same, batch_of, gradients, plain_decoder
-from tests.sweeps.families import tiny_fields
+from tests.models.architectures import family_config as config_of
 
 KEPT = [0, 2, 3]
 BIG_V = 512
 """Large enough that the logits of a batch are by far the largest tensor: 2 x 24 x 512, while the head is 32 x 512."""
-
-
-def config_of(kind: str, **fields: Any) -> PretrainedConfig:
-    given = {**tiny_fields(kind), "pad_token_id": 0, **fields}
-    return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 
 @pytest.mark.parametrize(

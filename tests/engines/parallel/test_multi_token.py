@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig
 
 from foundation.errors import ConfigError
 from pipeline.config.sections.run import LossSection, MtpSection
@@ -21,7 +20,7 @@ from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
 from tests.engines.parallel.layouts import resolved
-from tests.sweeps.families import tiny_fields
+from tests.models.architectures import batch_of, family_config
 
 T, V, WEIGHT = 16, 512, 0.5
 SCALED = {"path": "x", "parametrization": "completep", "base": {"hidden_size": 8}}
@@ -30,29 +29,13 @@ FAMILIES = ["deepseek_v3", "qwen3_next", "glm4_moe", "ernie4_5_moe", "llama"]
 
 def decoder_of(kind: str, *, depth: int = 1, chunk: int | None = None) -> Decoder:
     """A decoder with modules and weights by name, on one process."""
-    config = AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, "vocab_size": V})
-    model = build_meta(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, ahead=depth)
+    model = build_meta(family_config(kind), dtype=torch.float32, attn_implementation=ATTENTION_NAME, ahead=depth)
     materialize(model, InitByName(model, seed=1), device=torch.device("cpu"))
     return Decoder(model, DecoderLayout(chunk=chunk), parameter_owners(model)).train()
 
 
 def section(*, depth: int = 1) -> LossSection:
     return LossSection(mtp=MtpSection(depth=depth, weight=WEIGHT))
-
-
-def batch_of(documents: tuple[int, ...] = ()) -> MicroBatch:
-    """Two samples of learnable ids, a fifth of which are no targets; with the lengths of documents, masked."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(V, (2, T + 1), generator=generator)
-    labels = tokens[:, 1:].masked_fill(torch.rand((2, T), generator=generator) < 0.2, IGNORE)
-    if not documents:
-        return MicroBatch(tokens[:, :-1], labels)
-    sizes = torch.tensor(documents)
-    numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
-    positions = torch.cat([torch.arange(size) for size in documents])
-    ends = sizes.cumsum(0)[:-1] - 1
-    labels[:, ends] = IGNORE
-    return MicroBatch(tokens[:, :-1], labels, positions.repeat(2, 1), numbers.int().repeat(2, 1))
 
 
 def rms(states: Tensor, norm: Any, eps: float) -> Tensor:
@@ -95,7 +78,7 @@ def by_hand(decoder: Decoder, batch: MicroBatch, *, depth: int) -> list[float]:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_loss_is_that_of_a_computation_by_hand(kind: str) -> None:
     depth = 1 if kind == "qwen3_next" else 2
-    decoder, batch = decoder_of(kind, depth=depth), batch_of()
+    decoder, batch = decoder_of(kind, depth=depth), batch_of(length=T)
     objective = training_loss(section(depth=depth))
     total, nats, mean, *each = (float(one.detach()) for one in decoder(batch.input_ids, batch, objective))
     plain = float(decoder(batch.input_ids, batch, training_loss(LossSection()))[0].detach())
@@ -108,7 +91,7 @@ def test_the_loss_is_that_of_a_computation_by_hand(kind: str) -> None:
 
 
 def test_every_weight_learns_from_further_tokens_and_chunks_change_nothing() -> None:
-    batch, found = batch_of(), []
+    batch, found = batch_of(length=T), []
     for chunk in (None, 5):
         decoder = decoder_of("deepseek_v3", depth=2, chunk=chunk)
         decoder(batch.input_ids, batch, training_loss(section(depth=2)))[0].backward()
@@ -120,7 +103,7 @@ def test_every_weight_learns_from_further_tokens_and_chunks_change_nothing() -> 
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_the_acceptance_rate_is_that_of_greedy_tokens_compared_by_hand(chunk: int | None) -> None:
-    decoder, batch = decoder_of("llama", depth=2, chunk=chunk), batch_of()
+    decoder, batch = decoder_of("llama", depth=2, chunk=chunk), batch_of(length=T)
     kept: list[Tensor] = []
     head: Any = decoder.causal.get_output_embeddings()  # type: ignore[operator]
     with torch.no_grad():
@@ -138,7 +121,7 @@ def test_the_acceptance_rate_is_that_of_greedy_tokens_compared_by_hand(chunk: in
 
 
 def test_a_target_in_another_document_counts_nothing() -> None:
-    decoder, masked = decoder_of("deepseek_v3", depth=2), batch_of((5, 1, 10))
+    decoder, masked = decoder_of("deepseek_v3", depth=2), batch_of(length=T, borders=((5, 6), (5, 6)))
     objective = training_loss(section(depth=2))
     together = torch.stack(decoder(masked.input_ids, masked, objective))
     apart = torch.zeros_like(together)

@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig
 
 from foundation.errors import ConfigError
-from pipeline.engines.parallel.architecture_limits import check_layout
-from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.recurrent import DocumentRows, Recurrent, SequenceRanks, recurrent_blocks
-from pipeline.engines.parallel.recurrent_heads import DividedRows, divided_rows, own_heads
-from pipeline.engines.parallel.simulated_ranks import run_ranks
-from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.construction.meta import build_meta
+from pipeline.engines.parallel.recurrent_heads import DividedRows, divided_rows
 from pipeline.models.count import measure
-from tests.engines.parallel.layouts import T, resolved
-from tests.sweeps.families import tiny_fields
+from tests.engines.parallel.layouts import T, check_family
+from tests.models.architectures import family_meta
 
 MASKED: dict[str, Any] = {"data": {"sources": [{"path": "n"}], "sequence_length": T, "mask_documents": True}}
 RING: dict[str, Any] = {"parallel": {"cp": 2, "cp_method": "ring"}}
@@ -34,32 +27,28 @@ IN_CI = ("bamba", "kimi_linear", "zaya")
 SWEEP = pytest.mark.sweep
 
 
-def built(kind: str, **fields: Any) -> torch.nn.Module:
-    config = AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, **fields})
-    return build_meta(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-
-
-def check(kind: str, sections: dict[str, Any]) -> None:
-    check_layout(resolved(world_size=2, model={"config": tiny_fields(kind)}, **sections), built(kind))
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k in IN_CI else SWEEP) for k in (*WHOLE, "zamba2", *DIVIDED_HEADS)]
 )
 def test_a_family_takes_document_masks_and_divided_sequences_and_heads(kind: str) -> None:
     for sections in (MASKED, {**RING, **MASKED}, TP):
         began = time.process_time()
-        check(kind, sections)
+        check_family(kind, **sections)
         assert time.process_time() - began < 15  # at most 3 s on an idle machine
-    divided = recurrent_blocks(built(kind)).values()
+    divided = recurrent_blocks(family_meta(kind)).values()
     assert all(divided) if kind in DIVIDED_HEADS else not all(divided)
+
+
+def test_one_of_two_ranks_adds_the_bias_of_divided_heads() -> None:
+    assert all(recurrent_blocks(family_meta("bamba", mamba_proj_bias=True)).values())
+    check_family("bamba", **TP, fields={"mamba_proj_bias": True})
 
 
 def test_a_state_that_crosses_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recurrent, "begin_micro_batch", lambda *_args, **_kwargs: None)
     for sections, field in ((MASKED, "data.mask_documents"), (RING, "parallel.cp")):
         with pytest.raises(ConfigError, match=f"(?s){field}.*bamba mix positions by other means than attention"):
-            check("bamba", sections)
+            check_family("bamba", **sections)
 
 
 @pytest.mark.parametrize("wrong", ["position", "order"])
@@ -69,17 +58,17 @@ def test_a_wrong_part_of_a_sequence_is_refused(monkeypatch: pytest.MonkeyPatch, 
     else:
         monkeypatch.setattr(SequenceRanks, "scattered", SequenceRanks.own)  # one rank's summand
     with pytest.raises(ConfigError, match=r"(?s)parallel.cp = 2.*two context-parallel ranks give another result"):
-        check("lfm2", {**RING, "parallel": {"cp": 2, "cp_method": "ring" if wrong == "order" else "ulysses"}})
+        check_family("lfm2", parallel={"cp": 2, "cp_method": "ring" if wrong == "order" else "ulysses"})
 
 
 def test_heads_whose_rows_are_wrong_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built("lfm2", hidden_size=32, conv_L_cache=5)  # no other test's: results are cached
+    model = family_meta("lfm2", hidden_size=32, conv_L_cache=5)  # no other test's: results are cached
     monkeypatch.setattr(DividedRows, "of", lambda self, tensor, **_: tensor.narrow(self.dim, 0, self.size(2)))
     assert set(recurrent_blocks(model).values()) == {False}
 
 
 def test_the_rows_of_a_fused_projection_are_those_of_a_ranks_heads() -> None:
-    block = built("bamba", mamba_n_groups=2).get_submodule("model.layers.0.mamba")
+    block = family_meta("bamba", mamba_n_groups=2).get_submodule("model.layers.0.mamba")
     rows = divided_rows(block, 2)
     assert rows is not None
     inner, states, heads = 128, 2 * 16, 8
@@ -89,27 +78,8 @@ def test_the_rows_of_a_fused_projection_are_those_of_a_ranks_heads() -> None:
     sizes = (inner, inner, states, states, heads)
     assert own.tolist() == [i for at, n in zip(starts, sizes, strict=True) for i in range(at + n // 2, at + n)]
     assert divided_rows(block, 3) is None
-    one_group = divided_rows(built("bamba").get_submodule("model.layers.0.mamba"), 2)
+    one_group = divided_rows(family_meta("bamba").get_submodule("model.layers.0.mamba"), 2)
     assert one_group["conv1d.weight"].segments == ((inner, True), (16, False), (16, False))  # type: ignore[index]
-
-
-def test_every_gradient_of_divided_heads_is_a_summand_of_the_whole_one() -> None:
-    block: Any = random_model(AutoConfig.for_model(**tiny_fields("bamba")), attention="eager").model.layers[0].mamba
-    states = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
-    block.out_proj.bias = torch.nn.Parameter(torch.ones(64))  # only one rank adds it
-    expected = block(states)
-    wanted = torch.autograd.grad(expected.square().sum(), [*block.parameters()])
-
-    def run(group: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        forward = own_heads(block, rank=group.rank(), ranks=2, groups=(group,))
-        assert forward is not None
-        out = forward(states)
-        return out.detach(), torch.autograd.grad((out * 2 * expected.detach()).sum(), [*block.parameters()])
-
-    (one, grads), (other, further) = run_ranks(2, run)
-    torch.testing.assert_close(one + other, expected.detach(), rtol=1e-4, atol=1e-4)
-    for name, first, second, whole in zip(dict(block.named_parameters()), grads, further, wanted, strict=True):
-        assert float((first + second - whole).norm() / whole.norm()) < 1e-4, name
 
 
 def test_documents_run_apart_with_less_padding_than_tokens() -> None:
@@ -127,6 +97,6 @@ def test_documents_run_apart_with_less_padding_than_tokens() -> None:
 
 
 def test_layers_without_attention_have_no_attention_flops() -> None:
-    model = built("nemotron_h")  # Mamba-2, experts, attention, MLP
+    model = family_meta("nemotron_h")  # Mamba-2, experts, attention, MLP
     long, short = (measure(model, model.config, sequence_length=n).flops_per_token for n in (4096, 2048))  # type: ignore[arg-type]
     assert long - short == 12 * 64 * 2048  # type: ignore[operator]  # one layer with 4 heads of size 16

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from foundation.errors import ConfigError
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel import collectives, stages, tensor
-from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.architecture_trial import random_model
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.own_head import OwnHead
@@ -23,14 +21,20 @@ from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
 from pipeline.engines.parallel.tensor_plan import derived_blocks
 from pipeline.engines.parallel.tensor_styles import BlockPlan, scale_attributes
-from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.construction.meta import build_meta
-from tests.engines.parallel.layouts import resolved
-from tests.models.architectures import batch_of
-from tests.sweeps.families import tiny_fields
+from tests.engines.parallel.layouts import check_family
+from tests.models.architectures import batch_of, family_config, family_meta
 
-DERIVED = ("gpt2", "lfm2", "mamba2", "nemotron_h")
-EAGER = ("bloom", "llama4_text", "openai-gpt", "opt")
+EAGER = ("bloom", "llama4_text", "openai-gpt", "opt", "deepseek_v4", "qwen4_exp_text")
+STAGED = [
+    *("gpt2", "lfm2", "mamba2", "nemotron_h", *EAGER[:4], "qwen3", "mistral", "gemma", "gemma3_text", "mixtral"),
+    # streams, an input for every layer, keys of earlier layers; integers; a router's state, the base model's parameters
+    *("gemma3n_text", "glm_moe_dsa", "zaya"),
+]
+SHARDED = [
+    *("gpt2", "olmoe", "deepseek_v32", "phi3", "lfm2", "nemotron_h", "gpt_bigcode", "longcat_flash", "opt"),
+    *("gpt_oss", "qwen2_moe", "llama4", "dbrx", "bloom", "falcon", "llama", "cohere", "nanochat"),
+]
+SWEPT = [*EAGER[4:], "gemma4_text", "hy_v4", "xlnet", "xlstm", "zamba", "zamba2"]
 HEADS = {
     "cohere": {"logit_scale": 0.25},
     "gemma2": {"final_logit_softcapping": 2.0},
@@ -38,48 +42,58 @@ HEADS = {
 }
 
 
-def config(kind: str, **fields: Any) -> Any:
-    return AutoConfig.for_model(**{**tiny_fields(kind), "pad_token_id": 1, "eos_token_id": 2, **fields})
-
-
-def check(kind: str, *, eager: bool = False, **parallel: int) -> None:
-    """Checks a tiny model in a layout."""
-    made = config(kind)
-    model = {"config": tiny_fields(kind), "attn_implementation": "eager" if eager else "sdpa"}
-    on_meta = build_meta(made, dtype=torch.float32, attn_implementation="eager" if eager else ATTENTION_NAME)
-    check_layout(resolved(world_size=2, model=model, parallel=parallel), on_meta)
-
-
-@pytest.mark.parametrize("kind", [*DERIVED, *EAGER])
-def test_a_family_without_a_plan_is_proven_in_two_stages(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "axis"),
+    [
+        *((kind, "pp") for kind in STAGED),
+        *(pytest.param(kind, "pp", marks=pytest.mark.sweep) for kind in SWEPT),
+        *((kind, "tp") for kind in SHARDED),
+    ],
+)
+def test_a_family_is_proven_in_two_stages_or_tensor_parallel_ranks(kind: str, axis: str) -> None:
     began = time.process_time()
-    check(kind, eager=kind in EAGER, pp=2)
+    check_family(kind, eager=axis == "pp" and kind in EAGER, parallel={axis: 2})
     assert time.process_time() - began < 15  # at most 3 s on an idle machine
 
 
 def test_the_plan_lists_modules_in_the_order_of_a_forward_pass() -> None:
-    model = build_meta(config("gpt2"), dtype=torch.float32, attn_implementation="eager")
-    found = stage_plan(model)
-    assert found == StagePlan(
+    gpt2, llama = (stage_plan(family_meta(kind, attention="eager")) for kind in ("gpt2", "llama"))
+    assert gpt2 == StagePlan(
         "transformer.h", ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head"), derived=True
     )
-    llama = build_meta(config("llama"), dtype=torch.float32, attn_implementation="eager")
-    assert stage_plan(llama) == StagePlan("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"))
+    assert llama == StagePlan("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"))
 
 
-def test_a_family_that_no_plan_divides_is_refused_with_the_module() -> None:
-    why = r"layers model\.L_module\.layers do not run once each, in order"
-    with pytest.raises(ConfigError, match=rf"(?s)parallel\.pp.*none can be derived: .*{why}.*parallel\.pp 1"):
-        check("hrm_text", pp=2)
+@pytest.mark.parametrize(
+    ("kind", "axis", "why"),
+    [
+        ("hrm_text", "pp", r".*none can be derived: .*layers model\.L_module\.layers do not run once each, in order.*"
+         r"parallel\.pp 1"),
+        # its base model adds inputs of the whole sequence
+        ("gemma4_text", "tp", " = 2.*two tensor-parallel ranks fails on a tiny gemma4_text"),
+    ],
+)  # fmt: skip
+def test_a_family_that_cannot_be_divided_is_refused_with_the_module(kind: str, axis: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)parallel\.{axis}{why}"):
+        check_family(kind, parallel={axis: 2})
 
 
-def test_a_plan_with_a_module_on_the_wrong_side_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = StagePlan("transformer.h", ("transformer.wte", "transformer.ln_f"), ("transformer.wpe", "lm_head"))
-    monkeypatch.setattr(stages, "stage_plan", lambda _model: wrong)
-    with pytest.raises(
-        ConfigError, match=r"(?s)parallel.pp = 2.*pipeline stages of one layer each give another result.*the loss is"
-    ):
-        check("gpt2", pp=2)
+def without_inputs_of_layers(plan: StagePlan) -> StagePlan:
+    return replace(plan, carried=tuple(each for each in plan.carried if each.origin or len(each.uses) > 1))
+
+
+WRONG_SIDE = StagePlan("transformer.h", ("transformer.wte", "transformer.ln_f"), ("transformer.wpe", "lm_head"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "why"),
+    [("gpt2", lambda _plan: WRONG_SIDE, "the loss is"), ("gemma3n_text", without_inputs_of_layers, "")],
+)
+def test_a_wrong_plan_of_stages_is_refused(kind: str, wrong: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "stage_plan", lambda model: wrong(stage_plan(model)))
+    another = r"parallel.pp = 2.*pipeline stages of one layer each give another result"
+    with pytest.raises(ConfigError, match=rf"(?s){another}.*{why}"):
+        check_family(kind, parallel={"pp": 2})
 
 
 def test_a_gradient_that_differs_is_named() -> None:
@@ -94,7 +108,7 @@ def test_a_gradient_that_differs_is_named() -> None:
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_loss_of_a_head_with_its_own_function_is_the_models(kind: str, chunk: int | None) -> None:
-    model, batch = random_model(config(kind, **HEADS[kind])), batch_of(length=24)
+    model, batch = random_model(family_config(kind, **HEADS[kind])), batch_of(length=24)
     expected = whole_gradients(model, batch.input_ids)
     results = {}
     for own in (True, False):
@@ -110,41 +124,26 @@ def test_the_loss_of_a_head_with_its_own_function_is_the_models(kind: str, chunk
 
 
 def test_what_runs_before_the_head_is_the_models() -> None:
-    model = random_model(config("minicpm3", dim_model_base=16))
+    model = random_model(family_config("minicpm3", dim_model_base=16))
     hidden = torch.ones(1, 2, 64)
     assert torch.allclose(OwnHead(model).head_input(hidden), hidden / 4)
 
 
-def test_tensor_parallel_ranks_are_simulated_and_a_wrong_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("llama", "cohere", "nanochat"):
-        check(kind, tp=2)
+def test_a_wrong_sum_of_simulated_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = r"(?s)parallel.tp = 2.*two tensor-parallel ranks give another result.*"
     with monkeypatch.context() as patched:
         patched.setattr(tensor.RowwiseLinear, "product", lambda self, x: 2 * nn.functional.linear(x, self.weight))
         with pytest.raises(ConfigError, match=wrong + "(the loss is|the gradient of)"):
-            check("llama", tp=2)
+            check_family("llama", parallel={"tp": 2})
     monkeypatch.setattr(  # the other rank's part of every gradient is lost
         collectives._AllGather, "backward", lambda ctx, grad: (grad.chunk(2, 1)[ctx.group.rank()], None, None)
     )
     with pytest.raises(ConfigError, match=wrong + r"the gradient of model\.\S+ differs"):
-        check("llama", tp=2)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("gpt2", "olmoe", "deepseek_v32", "phi3", "lfm2", "nemotron_h", "gpt_bigcode", "longcat_flash", "opt"),
-        *("gpt_oss", "qwen2_moe", "llama4", "dbrx", "bloom", "falcon"),
-    ],
-)
-def test_a_family_without_a_usable_plan_is_proven_in_two_tensor_parallel_ranks(kind: str) -> None:
-    began = time.process_time()
-    check(kind, tp=2)
-    assert time.process_time() - began < 15  # at most 3 s on an idle machine
+        check_family("llama", parallel={"tp": 2})
 
 
 def blocks(kind: str, *, tp: int) -> dict[str, BlockPlan]:
-    return derived_blocks(build_meta(config(kind), dtype=torch.float32, attn_implementation="eager"), tp=tp)
+    return derived_blocks(family_meta(kind, attention="eager"), tp=tp)
 
 
 def test_linear_layers_are_sharded_by_shape_position_and_use() -> None:
@@ -178,43 +177,41 @@ def test_a_block_runs_whole_if_it_cannot_be_sharded_or_tp_does_not_divide_its_he
     assert blocks("gpt2", tp=4)["transformer.h.0.attn"].styles
 
 
-@pytest.mark.parametrize("wrong", [{"c_attn": "colwise"}, {"c_attn": "halves"}, {"c_attn": "one key head"}])
-def test_a_wrong_way_to_shard_a_fused_projection_is_refused(
-    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_style(style: str) -> Any:
+    """Derives blocks whose fused projection has another style."""
+
     def changed(model: nn.Module, *, tp: int, **_: Any) -> dict[str, BlockPlan]:
         found = derived_blocks(model, tp=tp)
-        return {n: replace(p, styles={**p.styles, **wrong}) if "c_attn" in p.styles else p for n, p in found.items()}
+        own = {"c_attn": style}
+        return {n: replace(p, styles={**p.styles, **own}) if "c_attn" in p.styles else p for n, p in found.items()}
 
-    monkeypatch.setattr(tensor, "derived_blocks", changed)
-    with pytest.raises(ConfigError, match=r"(?s)parallel.tp = 2.*two tensor-parallel ranks (fails|give another)"):
-        check("gpt2", tp=2)
+    return changed
+
+
+def with_other_slopes(*args: Any, rank: int, ranks: int) -> None:
+    scale_attributes(*args, rank=1 - rank, ranks=ranks)
+
+
+RESULT = "two tensor-parallel ranks (fails|give another)"
+TENSOR = r"(the loss is|the gradient of (model|transformer)\.\S+)"
 
 
 @pytest.mark.parametrize(
-    ("kind", "function", "wrong"),
+    ("kind", "function", "wrong", "why"),
     [
+        *(("gpt2", "derived_blocks", with_style(style), RESULT) for style in ("colwise", "halves", "one key head")),
         # a norm over a rank's own heads; no sum of a shared expert's outputs; the other rank's slopes of ALiBi
-        ("olmoe", "whole_features", lambda _group, _norm, args: (args[0].repeat(1, 1, 2),)),
-        ("qwen2_moe", "reduce_scatter", lambda full, group, dim: full.chunk(2, dim)[group.rank()]),
-        ("bloom", "scale_attributes", lambda *args, rank, ranks: scale_attributes(*args, rank=1 - rank, ranks=ranks)),
+        ("olmoe", "whole_features", lambda _group, _norm, args: (args[0].repeat(1, 1, 2),), TENSOR),
+        ("qwen2_moe", "reduce_scatter", lambda full, group, dim: full.chunk(2, dim)[group.rank()], TENSOR),
+        ("bloom", "scale_attributes", with_other_slopes, TENSOR),
     ],
 )
-def test_a_wrong_exchange_between_the_ranks_of_a_derived_plan_is_refused(
-    kind: str, function: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_style_or_exchange_of_a_derived_plan_is_refused(
+    kind: str, function: str, wrong: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor, function, wrong)
-    with pytest.raises(
-        ConfigError, match=r"(?s)parallel.tp = 2.*(the loss is|the gradient of (model|transformer)\.\S+)"
-    ):
-        check(kind, tp=2)
-
-
-def test_a_base_model_that_adds_inputs_of_the_whole_sequence_is_refused_with_tp() -> None:
-    with pytest.raises(
-        ConfigError, match=r"(?s)parallel\.tp = 2.*two tensor-parallel ranks fails on a tiny gemma4_text"
-    ):
-        check("gemma4_text", tp=2)
+    with pytest.raises(ConfigError, match=rf"(?s)parallel.tp = 2.*{why}"):
+        check_family(kind, parallel={"tp": 2})
 
 
 def test_simulated_ranks_exchange_tensors_and_hand_on_the_first_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,36 +9,8 @@ import torch
 from torch import nn
 
 from foundation.errors import ConfigError
-from pipeline.engines.parallel import stages
-from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.stage_messages import CarriedTensor, StageMessage, several
-from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
-from pipeline.models.attention import ATTENTION_NAME
-from pipeline.models.construction.meta import build_meta
-from tests.engines.parallel.layouts import resolved
-from tests.engines.parallel.test_sharded_trial import check, config
-from tests.sweeps.families import tiny_fields
-
-# streams, an input for every layer, keys of earlier layers; integers; a router's state, parameters of the base model
-HANDING_ON = ("gemma3n_text", "glm_moe_dsa", "zaya")
-SWEPT = ("deepseek_v4", "gemma4_text", "hy_v4", "qwen4_exp_text", "xlnet", "xlstm", "zamba", "zamba2")
-
-
-@pytest.mark.parametrize("kind", [*HANDING_ON, *(pytest.param(each, marks=pytest.mark.sweep) for each in SWEPT)])
-def test_stages_send_whatever_layers_hand_on(kind: str) -> None:
-    check(kind, eager=kind in ("deepseek_v4", "qwen4_exp_text"), pp=2)
-
-
-def test_a_stage_that_lacks_one_of_the_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stage_plan
-
-    def without_inputs_of_layers(model: nn.Module) -> StagePlan:
-        plan = whole(model)
-        return replace(plan, carried=tuple(each for each in plan.carried if each.origin or len(each.uses) > 1))
-
-    monkeypatch.setattr(stages, "stage_plan", without_inputs_of_layers)
-    with pytest.raises(ConfigError, match=r"(?s)parallel.pp = 2.*stages of one layer each give another result"):
-        check("gemma3n_text", pp=2)
+from tests.engines.parallel.layouts import check_family
 
 
 def test_a_second_tensor_with_the_shape_of_hidden_states_is_sent_too() -> None:
@@ -79,7 +50,5 @@ def test_a_weight_of_layers_in_three_stages_and_messages_over_tp_are_refused() -
         ("zamba2", six, {"pp": 3}, r"pp = 3.*in 3 stages share shared_transformer\.\S+.*use parallel\.pp 2"),
         ("gemma4_text", {}, {"pp": 2, "cp": 2}, r"cp = 2.*hand on more than hidden states.*cp 1, or parallel\.pp 1"),
     ):
-        on_meta = build_meta(config(kind, **fields), dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-        run = resolved(world_size=12, model={"config": {**tiny_fields(kind), **fields}}, parallel=parallel)
         with pytest.raises(ConfigError, match=f"(?s){why}"):
-            check_layout(run, on_meta)
+            check_family(kind, world_size=12, fields=fields, parallel=parallel)

@@ -1,4 +1,4 @@
-"""Pipeline stages: balanced by cost, in sequence equal to the full model, and a group for each neighbour of a rank."""
+"""Pipeline stages: balanced by cost, and a group for each neighbour of a rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from transformers import AutoConfig
 from foundation.errors import ConfigError
 from pipeline.config.rules.stage_devices import StageDevices
 from pipeline.config.topology import link_of
-from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.assemble import LocalModel, assemble
 from pipeline.engines.parallel.costs import describe_stages, forward_flops
 from pipeline.engines.parallel.mesh import Mesh, tied_weights_group
 from pipeline.engines.parallel.partition import pipeline_stages
@@ -27,12 +25,10 @@ from pipeline.engines.parallel.stages import StageLayers, split_layers
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.engines.torch_native.pipeline import PipelineSchedule, StageModule
-from tests.engines.parallel.layouts import T, Z, fill_weights, full_model_gradients, resolved
+from tests.engines.parallel.layouts import T, resolved
 from tests.engines.parallel.ranks import WORLD, Ranks
-from tests.models.architectures import assert_same, batch_of, gradients, meta_of
+from tests.models.architectures import meta_of
 from tests.sweeps.families import tiny_fields
-
-BORDERS = ((3, 7, 8, 19, 24), (13,))
 
 
 @settings(max_examples=80, deadline=None)
@@ -165,35 +161,6 @@ def test_sliding_windows_and_inactive_experts_cost_less() -> None:
     assert windowed < plain
     all_experts, two = (forward_flops(meta_of("mixtral", num_experts_per_tok=n), sequence_length=T)[0] for n in (4, 2))
     assert two[0] < 0.7 * all_experts[0]
-
-
-def in_stages(name: str, pp: int, borders: Any, **fields: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the stages run in sequence; gradients of tied weights are summed."""
-    run = resolved(world_size=pp, parallel={"pp": pp})
-    model = meta_of(name, **fields)
-    parts: list[LocalModel] = [assemble(run, model, None, stage=stage) for stage in pipeline_stages(run, model)]
-    batch = batch_of(length=T, borders=borders)
-    passed: tuple[torch.Tensor, ...] = (batch.input_ids,)
-    for part in parts:
-        fill_weights(part, model)
-        passed = part.decoder(passed[0], batch, CrossEntropy(z_loss=Z))
-    passed[0].backward()
-    found: dict[str, torch.Tensor] = {}
-    for part in parts:
-        for key, gradient in gradients(part.decoder).items():
-            assert (key in found) <= (key in part.tied)
-            found[key] = found[key] + gradient if key in found else gradient
-    return float(passed[0].detach()), found
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("pp", [2, 3])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "mistral", "gemma", "gemma3_text", "mixtral"])
-def test_stages_in_sequence_equal_the_full_model(name: str, pp: int) -> None:
-    loss, expected = full_model_gradients(name, BORDERS)
-    found, theirs = in_stages(name, pp, BORDERS)
-    assert found == pytest.approx(loss, rel=1e-5)
-    assert_same(theirs, expected)
 
 
 def test_every_stage_is_described_with_its_layers_and_parameters() -> None:

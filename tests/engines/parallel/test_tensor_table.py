@@ -16,41 +16,30 @@ from pipeline.config.sections.run import Fp8Section
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.optim.qk_clip import QkClip
 from pipeline.engines.parallel import architecture_trial, tensor_plan, trial_cache
-from pipeline.engines.parallel.architecture_limits import check_layout
 from pipeline.engines.parallel.architecture_trial import RandomValues
 from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
 from pipeline.engines.parallel.fp8 import fp8_layers
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.tensor import apply_tensor_parallel
 from pipeline.engines.parallel.tensor_plan import derived_blocks
-from pipeline.models.attention import ATTENTION_NAME
 from pipeline.models.construction.buffers import fill_buffers
 from pipeline.models.construction.counter import CPU
-from pipeline.models.construction.meta import build_meta
 from pipeline.run.distillation.feature_checks import check_feature_models
-from tests.engines.parallel.layouts import resolved
-from tests.engines.parallel.test_sharded_trial import config
-from tests.models.architectures import batch_of
-from tests.sweeps.families import tiny_fields
-
-
-def on_meta(kind: str) -> Any:
-    return build_meta(config(kind), dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+from tests.engines.parallel.layouts import check_family, resolved
+from tests.models.architectures import batch_of, family_meta
 
 
 def check(kind: str, table: dict[str, str] | None = None, **sections: Any) -> None:
     """Checks a tiny model in two tensor-parallel ranks."""
-    parallel = {"tp": 2, "tp_plan": table or {}}
-    model = {"config": tiny_fields(kind)}
-    check_layout(resolved(world_size=2, model=model, parallel=parallel, **sections), on_meta(kind))
+    check_family(kind, parallel={"tp": 2, "tp_plan": table or {}}, **sections)
 
 
 def test_a_table_overrides_what_is_derived() -> None:
     check("gpt2", {"h.*.attn": "whole"})  # proven
     table = {"transformer.h.*.attn": "whole", "h.*.mlp.c_fc": "colwise"}
-    found = derived_blocks(on_meta("gpt2"), tp=2, table=table)
+    found = derived_blocks(family_meta("gpt2"), tp=2, table=table)
     assert not found["transformer.h.0.attn"].styles
-    assert found["transformer.h.0.mlp"] == derived_blocks(on_meta("gpt2"), tp=2)["transformer.h.0.mlp"]
+    assert found["transformer.h.0.mlp"] == derived_blocks(family_meta("gpt2"), tp=2)["transformer.h.0.mlp"]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +61,9 @@ def test_a_trial_runs_once_per_config_and_code(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(trial_cache, "trials_folder", lambda: tmp_path)
     tensor_plan._kinds.cache_clear()
     check("gpt2")
-    derived = derived_blocks(on_meta("gpt2"), tp=2)
+    derived = derived_blocks(family_meta("gpt2"), tp=2)
     tensor_plan._kinds.cache_clear()
-    assert derived_blocks(on_meta("gpt2"), tp=2) == derived
+    assert derived_blocks(family_meta("gpt2"), tp=2) == derived
     written = sorted(each.name for each in tmp_path.iterdir())
     assert any(name.startswith("trial-") for name in written)
 
@@ -113,11 +102,11 @@ MUON = {"type": "Muon", "params": {"lr": 0.02, "qk_clip": 100.0}}
 @pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3"])
 def test_ranks_of_a_derived_plan_measure_the_logits_of_their_own_heads(kind: str) -> None:
     check(kind, optimizer=MUON)
-    batch, meta = batch_of(length=16), on_meta(kind)
+    batch, meta = batch_of(length=16), family_meta(kind)
     values = RandomValues(meta)
 
     def largest(group: Any = None) -> list[torch.Tensor]:
-        model = on_meta(kind)
+        model = family_meta(kind)
         owners, names = parameter_owners(model), {id(p): name for name, p in model.named_parameters()}
         tensor = None if group is None else apply_tensor_parallel(model, group, names=names)
         decoder = Decoder(model, DecoderLayout(tensor=tensor), owners)
@@ -140,15 +129,15 @@ def test_features_that_need_a_ranks_own_heads_are_refused_with_the_module() -> N
         with pytest.raises(ConfigError, match=rf"(?s)qk_clip.*transformer\.h\.0\.attn {why}.*parallel\.tp 1"):
             check(kind, table, optimizer=MUON)
     section = DistillSection.model_validate({"teacher": "folder", "attentions": {}})
-    models = {"student": on_meta("gpt2"), "teacher": on_meta("gpt2"), "last_stage": (0, 4), "compiled": False}
+    models = {"student": family_meta("gpt2"), "teacher": family_meta("gpt2"), "last_stage": (0, 4), "compiled": False}
     tp = resolved(world_size=2, parallel={"tp": 2}).topology
     check_feature_models(section, tp, **models)
     why = r"(?s)distill\.attentions.*transformer\.h\.0\.attn of the teacher has one key/value head.*parallel\.tp 1"
     with pytest.raises(ConfigError, match=why):
-        check_feature_models(section, tp, **(models | {"teacher": on_meta("gpt_bigcode")}))
+        check_feature_models(section, tp, **(models | {"teacher": family_meta("gpt_bigcode")}))
 
 
 def test_a_fused_projection_of_which_a_rank_has_a_part_stays_in_bf16() -> None:
-    layers = fp8_layers(Fp8Section(enabled=True), on_meta("phi3"), tp=2)
+    layers = fp8_layers(Fp8Section(enabled=True), family_meta("phi3"), tp=2)
     assert "model.layers.0.self_attn.qkv_proj" in layers.excluded
     assert "model.layers.0.self_attn.o_proj" in layers.converted

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -244,51 +244,37 @@ _NEEDED = {
     True: "Column-parallel shards need a part of every row, and whole rows are read: up to 8 times the bytes needed.",
     False: "It reads only the bytes needed; 56 times as many before single rows of a shard could be read.",
 }
-_CENTRAL = (
-    "Rank 0 keeps the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. Pipeline stages (a rank has"
-    " some of the layers) and hybrid sharding (equal shards of replicas count once) reduce them, tensor parallelism"
-    " does not; without these rank 0's host needs that much memory, and `headrace check` says so."
-)
-_FSDP, _SPLIT = "FSDP over all ranks", "pp 16 x tp 8, FSDP over the others"
+_CENTRAL = {
+    True: "",
+    False: "Rank 0 keeps the shards of all ranks as arrays: 3,411 for each of 8,192 ranks here. Pipeline stages (a rank"
+    " has some of the layers) and hybrid sharding (equal shards of replicas count once) reduce them, tensor parallelism"
+    " does not; without these rank 0's host needs that much memory, and `headrace check` says so.",
+}
+_LAYOUTS = {True: "pp 16 x tp 8, FSDP over the others", False: "FSDP over all ranks"}
 
+
+def _in_layouts(name: str, what: str, run: Callable[..., Figures], notes: Mapping[bool, str]) -> list[Part]:
+    return [
+        Part(
+            f"checkpoints: {name}, {layout}",
+            what,
+            "ranks",
+            RANKS if split else _RANKS_FSDP,
+            TARGET,
+            partial(run, split=split),
+            note=notes[split],
+        )
+        for split, layout in _LAYOUTS.items()
+    ]
+
+
+_DECODES = "rank 0 encodes it, a rank that resumes decodes it and looks for gaps; the bytes are those of the file."
+_RESUMES = "a rank of this layout resumes from a checkpoint of the other one, on as many ranks."
 PARTS = [
-    *(
-        Part(
-            f"checkpoints: plan, {layout}",
-            "rank 0 divides the shards among all ranks.",
-            "ranks",
-            RANKS if split else _RANKS_FSDP,
-            TARGET,
-            partial(plan, split=split),
-            note="" if split else _CENTRAL,
-        )
-        for layout, split in ((_SPLIT, True), (_FSDP, False))
-    ),
-    *(
-        Part(
-            f"checkpoints: metadata, {layout}",
-            "rank 0 encodes it, a rank that resumes decodes it and looks for gaps; the bytes are those of the file.",
-            "ranks",
-            RANKS if split else _RANKS_FSDP,
-            TARGET,
-            partial(metadata, split=split),
-            note="" if split else _CENTRAL,
-        )
-        for layout, split in ((_SPLIT, True), (_FSDP, False))
-    ),
+    *_in_layouts("plan", "rank 0 divides the shards among all ranks.", plan, _CENTRAL),
+    *_in_layouts("metadata", _DECODES, metadata, _CENTRAL),
     Part("checkpoints: commit", commit.__doc__ or "", "files", (1000, 2000, 4000, 8000), 8000, commit),
     Part("checkpoints: listing", listing.__doc__ or "", "files", (1000, 2000, 4000, 8000), 8000, listing),
     Part("checkpoints: verify", verify.__doc__ or "", "files", (1000, 2000, 4000, 8000), 8000, verify),
-    *(
-        Part(
-            f"checkpoints: resume, {layout}",
-            "a rank of this layout resumes from a checkpoint of the other one, on as many ranks.",
-            "ranks",
-            RANKS if split else _RANKS_FSDP,
-            TARGET,
-            partial(resume, split=split),
-            note=_NEEDED[split],
-        )
-        for layout, split in ((_SPLIT, True), (_FSDP, False))
-    ),
+    *_in_layouts("resume", _RESUMES, resume, _NEEDED),
 ]
