@@ -49,9 +49,11 @@ def _scattered(full: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     ranks = group.size()
     assert flat.shape[0] % ranks == 0, (tuple(full.shape), dim, ranks)
     out: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", ranks, group.group_name))
-    if dim % full.ndim == 0:  # no view: a model may add to it in place
-        return out
-    return out.movedim(0, dim).contiguous()
+    moved = out.movedim(0, dim)
+    if moved.is_contiguous():  # also of one sample; not known as a view, since a model may add to it in place (Falcon)
+        unnamed: Tensor = torch.ops.aten._unsafe_view(out, moved.shape)
+        return unnamed
+    return moved.contiguous()
 
 
 class _AllGather(torch.autograd.Function):
