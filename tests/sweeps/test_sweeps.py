@@ -127,6 +127,12 @@ def test_a_layout_is_equal_refused_different_or_failed() -> None:
     assert "IndexError" in outcomes["failed"]
 
 
+@pytest.mark.integration
+def test_a_weight_of_two_stages_that_only_one_uses_has_the_gradient_of_one_process() -> None:
+    outcomes = run_layouts("zamba2", {"torch": COLUMNS["pp"], "deepspeed": NAMED["ZeRO-1, pp 2"]})  # adapters of layers
+    assert {outcome.partition(",")[0] for outcome in outcomes.values()} == {"equal"}, outcomes
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", NAMED_FAMILIES)
 def test_a_family_is_equal_to_one_process_in_layouts_of_both_engines(kind: str) -> None:

@@ -228,4 +228,7 @@ class _PipelineModule(PipelineModule):  # type: ignore[misc]
             return self.optimizer.gradient(name)
         weight = self._local_model.decoder.parameters_by_name()[name]
         candidates = (getattr(weight, attribute, None) for attribute in ("_hp_grad", "grad_accum", "grad"))
-        return next((gradient for gradient in candidates if gradient is not None), None)
+        found = next((gradient for gradient in candidates if gradient is not None), None)
+        if found is None and weight.requires_grad:  # only the other stage uses it
+            found = weight.grad = torch.zeros_like(weight)
+        return found

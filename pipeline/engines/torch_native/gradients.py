@@ -42,7 +42,7 @@ def finish_reduction(
         all_reduce_gradients([g for s in shards if s.partial_gradient and (g := s.master.grad) is not None], tp_group)
     if tied_group is not None:
         by_name = sorted((s for s in shards if s.tied), key=lambda s: s.name)  # stages have them in another order
-        all_reduce_gradients([g for s in by_name if (g := s.master.grad) is not None], tied_group)
+        all_reduce_gradients(attached(by_name), tied_group)  # zeros where only the other stage uses a weight
 
 
 @torch.no_grad()
