@@ -41,6 +41,7 @@ OURS = {
     "optimizer.params.moments_dtype",
     "scheduler.params.decay_num_steps",  # WSD is ours
     "scheduler.params.min_ratio",
+    *(f"train_batch_size.{name}" for name in ("from", "to", "over_tokens", "by")),  # a ramp in the place of the number
 }
 """Keys of our own in DeepSpeed's sections."""
 
@@ -93,7 +94,7 @@ def installed() -> dict[str, Any]:
 
 
 def honoured() -> dict[str, Key]:
-    found = {key.path: key for key in keys("run") if not key.is_section}
+    found = {key.path: key for key in keys("run") if not key.is_section or key.path == "train_batch_size"}
     return {path: key for path, key in found.items() if path.split(".")[0] in SECTIONS and path not in OURS}
 
 
