@@ -18,6 +18,7 @@ n that run together.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -82,15 +83,19 @@ def _tried_kinds(key: str) -> dict[BlockKind, bool]:
     return {kind: _divides_heads(call) for kind, call in found.items()}
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def _mixes_documents(call: BlockCall) -> bool:
-    """Whether the first document's last position changes the output of the second; not of a block of tokens [N, D]."""
+    """Whether outputs of the second document have a gradient in the first; not of a block of tokens [N, D].
+
+    Values would not do: experts multiply the rows of both documents together, which rounds them differently.
+    """
     if call.states.ndim < 3:
         return False
-    other = call.states.clone()
-    other[:, _BOUNDARY - 1] += 1.0
-    changed, expected = call.run(call.block, other)[:, _BOUNDARY:], call.output[:, _BOUNDARY:]
-    return not torch.allclose(changed, expected, rtol=1e-5, atol=1e-6)
+    states = call.states.clone().requires_grad_()
+    block = deepcopy(call.block)  # RecurrentGemma keeps its state; and the leaf itself may not be changed in place
+    output = call.run(block, states * 1.0)[:, _BOUNDARY:]
+    (gradient,) = torch.autograd.grad(output.sum(), states)
+    return bool(gradient[:, :_BOUNDARY].any())
 
 
 def _divides_heads(call: BlockCall) -> bool:

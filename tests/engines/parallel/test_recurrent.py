@@ -44,6 +44,10 @@ def test_one_of_two_ranks_adds_the_bias_of_divided_heads() -> None:
     check_family("bamba", **TP, fields={"mamba_proj_bias": True})
 
 
+def test_rounding_of_experts_products_is_no_recurrence() -> None:
+    assert recurrent_blocks(family_meta("afmoe")) == {}
+
+
 def test_a_state_that_crosses_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recurrent, "begin_micro_batch", lambda *_args, **_kwargs: None)
     for sections, field in ((MASKED, "data.mask_documents"), (RING, "parallel.cp")):
