@@ -32,20 +32,26 @@ def summary(results: Mapping[str, CellResult]) -> list[str]:
     others = {kind: found for kind, found in families.items() if kind not in decoders}
     sizes = ["decoders", "equal", "%", "goal", "with experts", "equal", "%", "goal", "others", "equal", "%"]
     lines = ["## Layouts", "", wrapped(_WHAT), "", f"| column | {' | '.join(sizes)} |", "|---" + "|---:" * 11 + "|"]
-    reasons: list[str] = []
     for column in [*COLUMNS, "cp", "export"]:
         goals = [str(goal or "") for goal in GOALS.get(column, (0, 0))]
         counts = [_counts(each, column) for each in (decoders, with_experts, others)]
         row = [*counts[0], goals[0], *counts[1], goals[1], *counts[2]]
         lines.append(f"| {column} | {' | '.join(row)} |")
-        found = defaultdict(list)
-        for kind, outcomes in families.items():
-            if column in outcomes and not outcomes[column].startswith("equal"):
-                found[_reason(kind, outcomes[column])].append(kind)
-        listed = sorted(found.items(), key=lambda item: -len(item[1]))
-        reasons += ["", f"### Not equal: {column}", ""] if found else []
-        reasons += [wrapped(f"- {len(kinds)}: {why}: {', '.join(kinds)}") for why, kinds in listed]
-    return lines + reasons
+    return [*lines, "", "### Not equal", "", *_reasons(families)]
+
+
+def _reasons(families: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A line for each reason and the columns that it rules out, with the number of families."""
+    found = defaultdict(list)
+    for kind, outcomes in families.items():
+        columns = defaultdict(list)
+        for column, outcome in outcomes.items():
+            if column != "cp" and not outcome.startswith("equal"):
+                columns[_reason(kind, outcome)].append(column)
+        for why, some in columns.items():
+            found[why, ", ".join(some)].append(kind)
+    listed = sorted(found.items(), key=lambda item: -len(item[1]))
+    return [wrapped(f"- {len(kinds)}: {columns}: {why}: {', '.join(kinds)}") for (why, columns), kinds in listed]
 
 
 def _outcomes(results: Mapping[str, CellResult]) -> list[tuple[str, dict[str, str]]]:
@@ -73,8 +79,8 @@ def _counts(families: Mapping[str, Mapping[str, str]], column: str) -> list[str]
 
 
 def _reason(kind: str, outcome: str) -> str:
-    """An outcome; a refusal without the remedy, the family's name and numbers, which differ between families."""
+    """An outcome; a refusal without key and remedy, the family's name and numbers, which differ between families."""
     if not outcome.startswith("refused"):
         return outcome
-    text = outcome.partition(" (try: ")[0].replace(kind, "FAMILY")
+    text = re.sub(r"^refused: [\w.]+: ", "", outcome.partition(" (try: ")[0]).replace(kind, "FAMILY")
     return re.sub(r"(?<!\w)\d[\d.e-]*(?!\w)", "N", text)
