@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.models.attention import ATTENTION_NAME, SCALES_QUERIES, AttentionContext, attend_in_context, span_of
 from pipeline.models.attention_scores import bias_of_keys, score_rule
+from pipeline.models.decoder_layers import base_of
 from pipeline.models.masks import allowed_pairs
 
 TENSOR_PART = "tensor_part"
@@ -117,8 +118,7 @@ def adapt(model: nn.Module) -> None:
     config: Any = model.config
     adapter, current = _ADAPTERS[config.model_type], _Current()
     config._attn_implementation = ATTENTION_NAME
-    base: Any = model.base_model
-    for each in (model, base):
+    for each in (model, base_of(model)):
         each.register_forward_pre_hook(partial(_keep_context, current, adapter), with_kwargs=True)
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in adapter.layers:

@@ -1,9 +1,20 @@
-"""Finds the decoder layers of a Hugging Face model by index."""
+"""Finds the base model of a Hugging Face model, and its decoder layers by index."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def base_of(causal: Any) -> nn.Module:
+    """Returns a causal model's base model, also where transformers' prefix names no module (Llama 4)."""
+    base: nn.Module = causal.base_model
+    if base is not causal:
+        return base
+    lists = (each for each in causal.children() if any(isinstance(one, nn.ModuleList) for one in each.modules()))
+    return next(lists, base)
 
 
 def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import ConfigError
-from pipeline.models.decoder_layers import decoder_layers
+from pipeline.models.decoder_layers import base_of, decoder_layers
 from pipeline.models.folder.multi_token_names import MODULES, module_names
 
 _LAYER = re.compile(rf"{MODULES}\.\d+\.layer(?=\.|$)")
@@ -122,7 +122,7 @@ def original_module(model: nn.Module, name: str) -> str:
 
 
 def _final_norm(model: Any) -> nn.Module | None:
-    width, base = model.config.hidden_size, model.base_model
+    width, base = model.config.hidden_size, base_of(model)
     norms = (
         module
         for module in base.children()
@@ -133,7 +133,7 @@ def _final_norm(model: Any) -> nn.Module | None:
 
 def _attention_layers(model: Any) -> list[nn.Module]:
     """Returns the decoder layers with full attention; all with attention if the config does not name their kinds."""
-    layers = [layer for _, layer in sorted(decoder_layers(model.base_model).items())]
+    layers = [layer for _, layer in sorted(decoder_layers(base_of(model)).items())]
     attending = [each for each in layers if any("attention" in type(one).__name__.lower() for one in each.children())]
     kinds = getattr(model.config, "layer_types", None) or []
     full = [layer for layer, kind in zip(layers, kinds, strict=False) if kind in _FULL and layer in attending]

@@ -24,11 +24,11 @@ from pipeline.engines.parallel.multi_token import MultiTokenObjective, SequenceP
 from pipeline.engines.parallel.own_head import AfterHead, OwnHead
 from pipeline.engines.parallel.recurrent import Recurrent
 from pipeline.engines.parallel.stage_messages import StageMessage
-from pipeline.engines.parallel.stage_plan import base_of
 from pipeline.engines.parallel.stages import StageEnds
 from pipeline.engines.parallel.tensor import TensorParallel
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY
 from pipeline.models.attention import ContextParallelAttention, RecordAttention, attention_windows, make_context
+from pipeline.models.decoder_layers import base_of
 from pipeline.models.longrope import follow_sequence_lengths, lengths_so_far, sequence_lengths
 from pipeline.models.multi_token import modules_of
 

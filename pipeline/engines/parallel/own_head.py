@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.parallel.fused_head import LossFunction
-from pipeline.engines.parallel.stage_plan import base_of
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from pipeline.models.decoder_layers import base_of
 
 
 class OwnHead:

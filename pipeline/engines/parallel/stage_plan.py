@@ -25,6 +25,7 @@ from pipeline.engines.parallel.trial_cache import real_tensors
 from pipeline.models.construction.initial_values import InitByName
 from pipeline.models.construction.materialize import materialize
 from pipeline.models.construction.meta import build_meta
+from pipeline.models.decoder_layers import base_of
 from pipeline.models.folder.multi_token_names import MODULES
 from pipeline.models.hf_config import config_from, config_key, one_line
 from pipeline.models.multi_token import modules_of
@@ -75,15 +76,6 @@ def _plan(model: nn.Module) -> StagePlan:
     except ConfigError:
         return given
     return replace(given, outputs=found.outputs, carried=found.carried)
-
-
-def base_of(causal: Any) -> nn.Module:
-    """Returns a causal model's base model, also where transformers' prefix names no module (Llama 4)."""
-    base: nn.Module = causal.base_model
-    if base is not causal:
-        return base
-    lists = (each for each in causal.children() if any(isinstance(one, nn.ModuleList) for one in each.modules()))
-    return next(lists, base)
 
 
 def largest_list(model: nn.Module) -> str | None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pipeline.models.decoder_layers import base_of
 from pipeline.models.multi_token import modules_of
 
 
@@ -166,7 +167,7 @@ def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _norms_after_layers(causal: nn.Module) -> list[nn.Module]:
     """Modules that transformers' plan of pipeline stages names after the layers; none without a plan."""
-    base: Any = causal.base_model
+    base = base_of(causal)
     names = list(getattr(causal.config, "base_model_pp_plan", None) or ())
     lists = [index for index, name in enumerate(names) if isinstance(getattr(base, name, None), nn.ModuleList)]
     after = (getattr(base, name, None) for name in names[lists[-1] + 1 :]) if lists else ()
