@@ -90,7 +90,8 @@ def _mixes_documents(call: BlockCall) -> bool:
     other = call.states.clone()
     other[:, _BOUNDARY - 1] += 1.0
     changed, expected = call.run(call.block, other)[:, _BOUNDARY:], call.output[:, _BOUNDARY:]
-    return not torch.allclose(changed, expected, rtol=1e-5, atol=1e-6)
+    # a token that goes to another expert changes the rounding of its neighbours by 1e-7 of the largest output
+    return float((changed - expected).abs().max()) > 1e-5 * float(expected.abs().max())
 
 
 def _divides_heads(call: BlockCall) -> bool:
