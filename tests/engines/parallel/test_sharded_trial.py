@@ -76,6 +76,7 @@ def test_the_plan_lists_modules_in_the_order_of_a_forward_pass() -> None:
          r"parallel\.pp 1"),
         # its base model adds inputs of the whole sequence
         ("gemma4_text", "tp", " = 2.*two tensor-parallel ranks fails on a tiny gemma4_text"),
+        ("recurrent_gemma", "tp", " = 2.*two tensor-parallel ranks fails on a tiny recurrent_gemma"),
     ],
 )  # fmt: skip
 def test_a_family_that_cannot_be_divided_is_refused_with_the_module(kind: str, axis: str, why: str) -> None:
