@@ -64,6 +64,7 @@ GOALS = {"pp": (95, 0), "tp": (80, 80), "cp": (85, 0), "masks": (90, 0), "ep": (
 LEAST_EQUAL = {"dp": 14, "tp": 13, "pp": 12, "cp": 10, "masks": 10, "Muon": 14, "ep": 7, "aux": 7, "bias": 4}
 """Column -> decoders that the committed table says are equal to one process, at least: raised, never lowered."""
 
+_PAD = {"pad_token_id": 1}
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LONGROPE = {
@@ -130,7 +131,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
     "prophetnet": dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
-    | dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
+    | dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2)
+    | _PAD,
     "phi3": {"rope_parameters": _LONGROPE},
     "phimoe": {"rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4}},
     "qwen4_exp_text": {
@@ -155,9 +157,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 8,
         "num_buckets": 4,
     },
+    # the padding's id is also a position, below max_position_embeddings
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xglm"), _PAD),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), _PAD),
     "xlm": {"causal": True, "pad_token_id": 511},  # an id that does not occur
     "xlnet": {"attn_type": "uni"},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", **_PAD},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "adapter_rank": 8},
     "zaya": {"num_experts_per_tok": 1},

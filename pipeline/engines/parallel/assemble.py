@@ -18,7 +18,7 @@ from pipeline.engines.parallel.activation_checkpointing import apply_activation_
 from pipeline.engines.parallel.architecture_trial import has_separate_head
 from pipeline.engines.parallel.compilation import apply_compile
 from pipeline.engines.parallel.context import make_cp_attention
-from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, local_owners, parameter_owners
 from pipeline.engines.parallel.expert_balance import ExpertBalancer
 from pipeline.engines.parallel.experts import apply_expert_parallel, exchanges
 from pipeline.engines.parallel.fp8 import apply_fp8
@@ -87,13 +87,11 @@ def assemble(
     apply_activation_checkpointing(causal, run.config.memory, random=run.plain)
     if stage is not None and stage.count > 1:
         keep_stage(causal, stage)
-    local_modules = set(causal.modules())
-    kept = {name: [pair for pair in pairs if pair[0] in local_modules] for name, pairs in owners.items()}
-    local_owners = {name: pairs for name, pairs in kept.items() if pairs}
-    tied = frozenset(name for name, pairs in local_owners.items() if len(pairs) < len(owners[name]))
+    local = local_owners(owners, causal)
+    tied = frozenset(name for name, pairs in local.items() if len(pairs) < len(owners[name]))
     if stage is not None and stage.count > 1 and modules_of(model) and (stage.first or stage.last):
-        tied |= _embedding_names(causal, local_owners)
-    names = _names(local_owners)
+        tied |= _embedding_names(causal, local)
+    names = _names(local)
     ep_group = mesh.group("ep") if mesh and run.topology.ep > 1 else None  # a teacher's run has none
     tp_group = mesh.group("tp") if mesh else None
     exchange = exchange_of(run)
@@ -123,7 +121,7 @@ def assemble(
         recurrent=recurrent,
         sequence=_sequence(run, mesh) if modules_of(causal) and cp > 1 else None,
     )
-    decoder = Decoder(causal, layout, local_owners)
+    decoder = Decoder(causal, layout, local)
     if balancer is not None:
         balancer.attach(causal)
         decoder.balancer = balancer
@@ -131,7 +129,7 @@ def assemble(
     parts = isinstance(layout.cp_attention, RingAttention) or recurrent is not None
     one_graph = balancer is None and not exchanges(causal) and not parts
     apply_compile(causal, run.config.compile, whole_graph=one_graph)
-    return LocalModel(decoder, tensor, {name: shapes[name] for name in local_owners}, tied, experts)
+    return LocalModel(decoder, tensor, {name: shapes[name] for name in local}, tied, experts)
 
 
 DISTILLATION_CHUNK = 512

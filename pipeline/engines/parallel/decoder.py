@@ -264,6 +264,15 @@ def _cache_arguments(batch: MicroBatch) -> dict[str, Any]:
     return batch.cache_arguments() if isinstance(batch, DecodingBatch) else {"use_cache": False}
 
 
+def local_owners(
+    owners: dict[str, list[tuple[nn.Module, str]]], stage: nn.Module
+) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Returns the pairs of `parameter_owners` of the full model that are left in it after `keep_stage`."""
+    here = set(stage.modules())
+    kept = {name: [(m, key) for m, key in of if m in here and key in m._parameters] for name, of in owners.items()}
+    return {name: pairs for name, pairs in kept.items() if pairs}
+
+
 def parameter_owners(causal: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Maps Hugging Face names to the parameter's (module, attribute) pairs; a tied parameter has several pairs."""
     names = {id(p): name for name, p in causal.named_parameters()}

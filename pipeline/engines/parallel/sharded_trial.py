@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.data.micro_batch import MicroBatch
 from pipeline.engines.objective import CrossEntropy
-from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, local_owners, parameter_owners
 from pipeline.engines.parallel.recurrent import SequenceRanks, apply_recurrent, recurrent_blocks
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stages import StageLayers, keep_stage
@@ -97,9 +97,8 @@ def stage_gradients(
     for model, stage in zip(models, stages, strict=True):
         owners = parameter_owners(model)
         keep_stage(model, stage)
-        here = set(model.modules())
-        local = {name: [pair for pair in pairs if pair[0] in here] for name, pairs in owners.items()}
-        own = {name: pairs for name, pairs in local.items() if pairs}
+        model.get_output_embeddings()  # type: ignore[operator]  # as engines do; fails if it is part of another module
+        own = local_owners(owners, model)
         before = decoders[-1].message if decoders else None
         decoders.append(Decoder(model, replace(layout, first=stage.first, last=stage.last), own))
         if before is not None and (message := decoders[-1].message) is not None:

@@ -64,6 +64,11 @@ def stage_plan(model: nn.Module) -> StagePlan:
         ConfigError: the model cannot be divided into stages; names the module or the tensor.
     """
     plan = _plan(model)
+    for name in (*plan.before, *plan.after):
+        owner, _, key = name.rpartition(".")
+        if not hasattr(model.get_submodule(owner), key):
+            why = f"the tiny {model.config.model_type} that its stages are derived from has {name}, and it has none"  # type: ignore[union-attr]
+            raise ConfigError("parallel.pp", why=why, remedy=REMEDY)
     return replace(plan, after=(*plan.after, MODULES)) if modules_of(model) else plan
 
 

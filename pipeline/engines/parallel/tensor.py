@@ -96,11 +96,20 @@ def check_tp_plan(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TA
     Raises:
         ConfigError: the architecture's plan cannot be derived, or tp does not divide a size.
     """
+    _refuse_shared_bias(model, tp)
     if uses_given_plan(model.config) and not table:
         return _given_styles(model, tp=tp)
     _check_divides(model.config.vocab_size, tp, "model.config.vocab_size")  # type: ignore[union-attr, arg-type]
     blocks = derived_blocks(model, tp=tp, table=table)
     return {f"{block}.{name}": style for block, plan in blocks.items() for name, style in plan.styles.items()}
+
+
+def _refuse_shared_bias(model: Any, tp: int) -> None:
+    """Refuses a head whose bias, sharded with the vocabulary, is also another module's (BERT's heads)."""
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is not None and sum(bias is each for m in model.modules() for each in m._parameters.values()) > 1:
+        why = f"the bias of {model.config.model_type}'s head belongs to two modules, and is sharded in one"
+        raise ConfigError("parallel.tp", tp, why=why, remedy="use ZeRO or FSDP2 (parallel.tp 1)")
 
 
 def undivided_blocks(model: nn.Module, *, tp: int, table: Mapping[str, str] = NO_TABLE) -> dict[str, str]:

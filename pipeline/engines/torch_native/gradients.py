@@ -35,7 +35,9 @@ def finish_reduction(
         shard.attach()
     for shard, copy in copies:
         copy.attach()
-        if shard.master.grad is not None and copy.master.grad is not None:
+        if copy.master.grad is not None:
+            attached([shard])  # zeros where only the copy's stage has used the weight
+            assert shard.master.grad is not None
             shard.master.grad += copy.master.grad
     tp_group = mesh.group("tp")
     if tp_group is not None:

@@ -69,8 +69,8 @@ WIDTHS = (
 _LAYERS, _SHARED = "num_hidden_layers", "num_kv_shared_layers"
 _KINDS = 4
 """Largest number of distinct values in a list of layer types."""
-_LISTS = ("intermediate_size", "activation_sparsity_pattern")
-"""Config keys with one list entry per layer, which their names do not show (Gemma 3n)."""
+_LISTS = ("intermediate_size", "activation_sparsity_pattern", "indexer_types")
+"""Config keys with one list entry per layer, which their names do not show (Gemma 3n, GLM-5, HY 4)."""
 _REMEDY = "use another architecture, or ZeRO or FSDP2 alone (no parallel.tp, pp or cp, no loss.chunk)"
 _OTHER_HEADS = ("encoder_attention_heads", "decoder_attention_heads", "num_decoder_attention_heads")
 DERIVED = ("qk_head_dim", "mamba_headdim", "transformers_version", "model_type", "architectures", "dtype")
@@ -179,7 +179,9 @@ def minimum_depth(given: HfFields, total: int, layers: int) -> int:
     Zamba's "hybrid" layers share an attention block, for which transformers needs two such layers.
     """
     lists = [value for key, value in given.items() if per_layer(key, value, total)]
-    needed = [values.index(kind) + 1 for values in lists if len(set(values)) <= _KINDS for kind in set(values)]
+    # RecurrentGemma repeats a list that is shorter than the model
+    cycles = [v for key, v in given.items() if key == "block_types" and isinstance(v, list) and len(v) < total]
+    needed = [v.index(kind) + 1 for v in [*lists, *cycles] if len(set(v)) <= _KINDS for kind in set(v)]
     sharing = [[n for n, kind in enumerate(values, 1) if kind == "hybrid"][:2] for values in lists]
     return int(max(layers, 2, *needed, *(n for numbers in sharing for n in numbers)))
 

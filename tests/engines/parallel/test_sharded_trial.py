@@ -9,20 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from foundation.errors import ConfigError
 from pipeline.engines.objective import CrossEntropy
 from pipeline.engines.parallel import collectives, stages, tensor
 from pipeline.engines.parallel.architecture_trial import random_model
-from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, parameter_owners
+from pipeline.engines.parallel.decoder import Decoder, DecoderLayout, local_owners, parameter_owners
 from pipeline.engines.parallel.own_head import OwnHead
+from pipeline.engines.parallel.recurrent import _mixes_documents
 from pipeline.engines.parallel.sharded_trial import LossGradients, whole_gradients
 from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
-from pipeline.engines.parallel.tensor_plan import derived_blocks
+from pipeline.engines.parallel.tensor_plan import BlockCall, derived_blocks
 from pipeline.engines.parallel.tensor_styles import BlockPlan, scale_attributes
+from pipeline.models.construction.meta import build_meta
+from pipeline.models.resize.shrink import shrink
 from tests.engines.parallel.layouts import check_family
 from tests.models.architectures import batch_of, family_config, family_meta
+from tests.sweeps.families import tiny_fields
 
 EAGER = ("bloom", "llama4_text", "openai-gpt", "opt", "deepseek_v4", "qwen4_exp_text")
 STAGED = [
@@ -71,6 +76,7 @@ def test_the_plan_lists_modules_in_the_order_of_a_forward_pass() -> None:
          r"parallel\.pp 1"),
         # its base model adds inputs of the whole sequence
         ("gemma4_text", "tp", " = 2.*two tensor-parallel ranks fails on a tiny gemma4_text"),
+        ("recurrent_gemma", "tp", " = 2.*two tensor-parallel ranks fails on a tiny recurrent_gemma"),
     ],
 )  # fmt: skip
 def test_a_family_that_cannot_be_divided_is_refused_with_the_module(kind: str, axis: str, why: str) -> None:
@@ -94,6 +100,37 @@ def test_a_wrong_plan_of_stages_is_refused(kind: str, wrong: Any, why: str, monk
     another = r"parallel.pp = 2.*pipeline stages of one layer each give another result"
     with pytest.raises(ConfigError, match=rf"(?s){another}.*{why}"):
         check_family(kind, parallel={"pp": 2})
+
+
+def test_a_stage_has_no_parameter_of_the_base_model_that_another_stage_has() -> None:
+    model = family_meta("zaya")
+    owners = parameter_owners(model)
+    layers = len(stages.layer_list(model)[1])
+    stages.keep_stage(model, stages.StageLayers(1, 2, (layers // 2, layers), 1.0))
+    assert "model.input_hidden_states_scale" in owners
+    assert all(key in module._parameters for pairs in local_owners(owners, model).values() for module, key in pairs)
+    assert "model.input_hidden_states_scale" not in local_owners(owners, model)
+
+
+def test_a_tiny_model_has_layers_of_every_kind() -> None:
+    for kind, kinds in (("recurrent_gemma", "block_types"), ("hy_v4", "indexer_types")):
+        fields = {"vocab_size": 32, "pad_token_id": 0, "num_hidden_layers": 4}
+        config = shrink(AutoConfig.for_model(kind, **fields), divide=2, layers=2, vocab_size=32)
+        assert config.num_hidden_layers == len(getattr(config, kinds)) == 3
+
+
+def test_rounding_of_neighbours_in_a_mixture_of_experts_is_no_recurrence() -> None:
+    states = torch.ones(1, 16, 2)
+    for added, recurrent in ((1e-6, False), (1e-3, True)):
+        run = lambda each, added=added: each + added * each[:, 5:6]  # noqa: E731
+        call = BlockCall(nn.Identity(), (states,), {}, states, run(states))
+        assert _mixes_documents(call._replace(block=run)) == recurrent
+
+
+def test_a_head_whose_bias_another_module_has_is_not_sharded() -> None:
+    config = AutoConfig.for_model(**tiny_fields("bert-generation"))
+    with pytest.raises(ConfigError, match="bias of bert-generation's head belongs to two modules"):
+        tensor.check_tp_plan(build_meta(config, dtype=torch.float32, attn_implementation="eager"), tp=2)
 
 
 def test_a_gradient_that_differs_is_named() -> None:
