@@ -23,16 +23,15 @@ def make_run(
     steps: int,
     distilled: bool = False,
     planned: int | None = None,
-    ledger: list[dict[str, Any]] | None = None,
+    details: dict[str, Any] | None = None,
     **config: Any,
 ) -> Path:
     """Writes manifest.json and metrics.jsonl of a run whose loss falls from about 6 to 2; `planned` steps, if more."""
     path.mkdir(parents=True)
     made_with = {"engine": "deepspeed", "zero_optimization": {"stage": 2}, "run": {"seed": 11}, **config}
     parents = {"data.sources.0": {"path": "out/tokens", "fingerprint": "0123456789abcdef" * 4}}
-    details: dict[str, Any] = {"step": steps, "steps": planned or steps, "finished": planned is None}
-    details |= {} if ledger is None else {"ledger": ledger}
-    write_manifest(path, kind="run", config=made_with, parents=parents, details=details)
+    state = {"step": steps, "steps": planned or steps, "finished": planned is None}
+    write_manifest(path, kind="run", config=made_with, parents=parents, details={**state, **(details or {})})
     journal = Journal(path, from_step=0)
     began = time.time() - SECONDS_PER_STEP * steps  # rows that are written in one millisecond would take no time
     journal.write("event", 0, time=iso_time(began), event="started", world_size=2)

@@ -100,7 +100,7 @@ def test_stages_are_bands_of_tokens_and_runs_together_have_those_they_share(tmp_
             row = {"stage": name, "first_step": first, "last_step": first + steps - 1, "samples_per_step": 4}
             ledger.append({**row, "sequence_length": 250, "tokens": TOKENS_PER_STEP * steps})
             first += steps
-        make_run(place, steps=30, planned=40, ledger=ledger)
+        make_run(place, steps=30, planned=40, details={"ledger": ledger})
     one, other = (read_run(place.name, place) for place in places)
     plain = read_run("plain", make_run(tmp_path / "plain", steps=30))
     (alone,), (both,), (mixed,) = groups([one]), groups([one, other]), groups([one, plain])
