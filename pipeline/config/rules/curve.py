@@ -31,6 +31,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "scheduler.log_warmup": ("scheduler.params.warmup_type", "scheduler.type"),
     "scheduler.total": (*_LENGTH, "scheduler.params.total_num_steps"),
     "scheduler.decay": ("scheduler.params.decay_num_steps", *_LENGTH),
+    "scheduler.spans": ("scheduler.count", "train_batch_size", "data.sequence_length", "stages"),
     "scheduler.end_ratio": ("scheduler.params.min_ratio", "scheduler.params.cos_min_ratio"),
     "data.weights": ("data.sources",),
     "data.schedule": ("data.curriculum",),
@@ -129,7 +130,7 @@ def recorded_schedule(curve: Mapping[str, Any], step: int) -> Schedule:
         step: a step of the run, from 1.
     """
     begun = [stage for stage in (curve.get(_STAGES) or {}).values() if stage["after_step"] < step]
-    own = max(begun, key=lambda stage: int(stage["after_step"]), default={})  # differences from the first stage
+    own: Mapping[str, Any] = max(begun, key=lambda stage: int(stage["after_step"]), default={})
     at = "scheduler."
     fields = {**curve["scheduler"], **{key.removeprefix(at): own[key] for key in own if key.startswith(at)}}
     return Schedule(**{key: value for key, value in fields.items() if value is not None})
