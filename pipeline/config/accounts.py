@@ -122,6 +122,11 @@ class StepAccounts:
             if span.first_step <= last and end >= first:
                 yield max(first, span.first_step), min(last, end), span
 
+    def tokens_within(self, first: int, last: int) -> tuple[tuple[int, int, int], ...]:
+        """Returns (first step, tokens since `first` before it, tokens per step) of the spans of a range of steps."""
+        begun = self.tokens(first - 1)
+        return tuple((at, self.tokens(at - 1) - begun, span.tokens) for at, _, span in self.parts(first, last))
+
     def ledger(self, step: int, *, since: int = 0) -> list[dict[str, Any]]:
         """Returns the record of the steps after `since` up to `step`: one row per span, as plain JSON."""
         rows = []

@@ -7,12 +7,16 @@ optimizer's lr, whereas DeepSpeed's WarmupDecayLR silently takes 0.001.
 
 WSD (warmup, stable, decay): linear from 0 to the peak over `warmup_num_steps`, constant, then linear to
 `min_ratio` x peak over the last `decay_num_steps`. Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4.
+
+A schedule that counts tokens (`scheduler.count`) has the same formulas, of a number of steps that need not be whole:
+the tokens up to a step, divided by those of the largest step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -44,6 +48,8 @@ class Schedule:
         decay: steps of the final decay (WSD).
         end_ratio: final learning rate as a fraction of the peak (cosine, WSD).
         begin: number of steps of the run before the schedule's first step, where an earlier stage has another schedule.
+        spans: (first step of the run, tokens under the schedule before it, tokens per step) of each span of equal
+            steps, where the schedule counts tokens; empty where it counts steps.
     """
 
     kind: str
@@ -55,15 +61,25 @@ class Schedule:
     decay: int = 0
     end_ratio: float = 0.0
     begin: int = 0
+    spans: Sequence[Sequence[int]] = ()
 
     def lr(self, step: int) -> float:
         """Returns the learning rate of update `step` of the run, counted from 1."""
         assert step > self.begin
-        return _FORMULAS[self.kind](self, step - self.begin)
+        return _FORMULAS[self.kind](self, self._position(step))
+
+    def _position(self, step: int) -> float:
+        """Returns the number of steps up to a step; with spans in units of the largest step, by tokens."""
+        if not self.spans:
+            return step - self.begin
+        first, before, tokens = self.spans[max(0, bisect_right(self.spans, step, key=lambda span: span[0]) - 1)]
+        return (before + (step + 1 - first) * tokens) / max(each[2] for each in self.spans)
 
     def describe(self) -> dict[str, Any]:
         """Returns the numbers as plain JSON; `total` is None where the formula does not use it."""
-        fields = {key: value for key, value in asdict(self).items() if key != "begin" or value}
+        fields = {key: value for key, value in asdict(self).items() if key not in ("begin", "spans") or value}
+        if self.spans:
+            fields["spans"] = [list(span) for span in self.spans]
         return fields if self.kind in ("WarmupDecayLR", "WarmupCosineLR", "WSD") else {**fields, "total": None}
 
 
@@ -148,20 +164,20 @@ def _wsd(params: SchedulerParams, *, lr: float, total: int) -> Schedule:
     return Schedule("WSD", lr, 0.0, warmup, False, total, decay, params.min_ratio or 0.0)
 
 
-def _warmup_gamma(s: Schedule, iteration: int) -> float:
+def _warmup_gamma(s: Schedule, iteration: float) -> float:
     """Computes DeepSpeed's warmup factor from 0 to 1; 0 before the first iteration."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(s.warmup) if s.log_warmup else iteration / s.warmup
 
 
-def _warmup_lr(s: Schedule, step: int) -> float:
+def _warmup_lr(s: Schedule, step: float) -> float:
     iteration = step - 2
     gamma = _warmup_gamma(s, iteration) if iteration < s.warmup else 1.0
     return s.floor + (s.peak - s.floor) * gamma
 
 
-def _warmup_decay_lr(s: Schedule, step: int) -> float:
+def _warmup_decay_lr(s: Schedule, step: float) -> float:
     iteration = step - 2
     if iteration < s.warmup:
         return _warmup_lr(s, step)
@@ -169,7 +185,7 @@ def _warmup_decay_lr(s: Schedule, step: int) -> float:
     return s.floor + (s.peak - s.floor) * gamma
 
 
-def _warmup_cosine_lr(s: Schedule, step: int) -> float:
+def _warmup_cosine_lr(s: Schedule, step: float) -> float:
     iteration = step - 2
     if iteration < 0:
         return 0.0  # DeepSpeed's ratio before the start is 0, whatever warmup_min_ratio says
@@ -179,7 +195,7 @@ def _warmup_cosine_lr(s: Schedule, step: int) -> float:
     return s.peak * max(0.0, s.end_ratio + (1 - s.end_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _wsd_lr(s: Schedule, step: int) -> float:
+def _wsd_lr(s: Schedule, step: float) -> float:
     if step <= s.warmup:
         return s.peak * step / s.warmup
     left = s.total - step
@@ -188,7 +204,7 @@ def _wsd_lr(s: Schedule, step: int) -> float:
     return s.peak * (s.end_ratio + (1 - s.end_ratio) * max(0, left) / s.decay)
 
 
-_FORMULAS: dict[str, Callable[[Schedule, int], float]] = {
+_FORMULAS: dict[str, Callable[[Schedule, float], float]] = {
     "constant": lambda s, _step: s.peak,
     "WarmupLR": _warmup_lr,
     "WarmupDecayLR": _warmup_decay_lr,

@@ -28,10 +28,10 @@ from pipeline.config.rules.curve import (
     is_allowed,
     is_implicit,
     miscounts,
+    recorded_schedule,
     written_keys,
 )
 from pipeline.config.rules.resolve import ResolvedRun
-from pipeline.config.schedule import Schedule
 from pipeline.config.sections.optimizers import kind_of
 from pipeline.config.sections.run import RunSection
 from pipeline.run.branch import refuse_other_counts
@@ -196,11 +196,13 @@ def _without_params_of_another_type(changed: list[tuple[str, Any, Any]]) -> list
 
 def learning_rate_change(checkpoint: Checkpoint, was: Curve, now: Curve) -> str | None:
     """Tells how another schedule, such as a longer run's, changes the learning rate; None if unchanged."""
-    before, after = was.get("scheduler"), now.get("scheduler")
-    if not before or not after or before == after:
+    if not was.get("scheduler") or not now.get("scheduler"):
         return None
     step = checkpoint.step + 1
-    rates = [Schedule(**{**fields, "total": fields["total"] or 0}).lr(step) for fields in (before, after)]
+    before, after = (recorded_schedule(curve, step) for curve in (was, now))
+    if before == after:
+        return None
+    rates = [schedule.lr(step) for schedule in (before, after)]
     then = f"the learning rate of step {step:,} is then {rates[1]:.3g}"
     return f"{then}; by the checkpoint's schedule it is {rates[0]:.3g}"
 

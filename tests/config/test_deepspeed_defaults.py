@@ -39,6 +39,7 @@ OURS = {
     # DeepSpeed's, without a default in a signature: see `runtime/engine.py`, `_muon_param_groups`
     *(f"optimizer.params.{name}" for name in ("muon_lr", "adam_lr", "ns_method")),
     "optimizer.params.moments_dtype",
+    "scheduler.count",
     "scheduler.params.decay_num_steps",  # WSD is ours
     "scheduler.params.min_ratio",
     *(f"train_batch_size.{name}" for name in ("from", "to", "over_tokens", "by")),  # a ramp in the place of the number

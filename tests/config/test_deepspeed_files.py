@@ -274,6 +274,14 @@ def test_a_remedy_that_makes_another_curve_says_so(path: str, value: object) -> 
     assert "another loss curve" in refused.remedy
 
 
+def test_deepspeeds_curriculum_of_lengths_is_refused_with_stages_as_the_remedy() -> None:
+    for key in ("curriculum_learning", "data_efficiency"):
+        [refused] = translate({key: {"enabled": True, "curriculum_type": "seqlen"}}).refused
+        assert refused.field == key
+        assert "stages with data.sequence_length" in refused.remedy
+        assert not translate({key: {"enabled": False}}).refused
+
+
 @pytest.mark.parametrize(
     ("ours", "other", "value", "different"),
     [

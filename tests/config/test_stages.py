@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from foundation.errors import ConfigError
 from foundation.section import parse
 from pipeline.config.accounts import StageBatches, StepAccounts, make_accounts
+from pipeline.config.rules.curve import changed_fields, recorded_schedule
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config
 from pipeline.config.sections.stages import BatchRampSection, UntilSection
@@ -118,6 +119,39 @@ def test_a_stage_changes_what_it_names_and_keeps_the_rest_of_the_stage_before() 
     # a scheduler lasts from the stage that names it to the next that names another, in steps of its own
     assert (stable.schedule.kind, anneal.schedule.begin, anneal.schedule.total) == ("constant", 14, 6)
     assert [anneal.schedule.lr(step) for step in (15, 16, 20)] == [0.5e-4, 1e-4, 0.0]
+
+
+WSD = {"type": "WSD", "params": {"warmup_num_steps": 4, "decay_num_steps": 5}, "count": "tokens"}
+COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4}, "count": "tokens"}
+
+
+@pytest.mark.parametrize("scheduler", [WSD, COSINE])
+def test_a_schedule_in_tokens_is_the_one_in_steps_where_the_batch_is_constant(scheduler: dict[str, Any]) -> None:
+    for stages in ([], [STABLE, {"name": "b"}], [STABLE, {"name": "b", "scheduler": scheduler}]):
+        counted = [resolved(*stages, scheduler={**scheduler, "count": each}) for each in ("steps", "tokens")]
+        rates = [[run.at(step).schedule.lr(step) for step in range(1, run.steps + 1)] for run in counted]
+        assert rates[0] == rates[1]
+
+
+def test_with_a_ramp_a_schedule_in_tokens_depends_on_tokens_alone_and_is_read_again_from_the_record() -> None:
+    batch = {"from": 8, "to": 16, "over_tokens": 1024}
+    ramp = resolved(train_batch_size=batch, scheduler=WSD)
+    plain = resolved(train_batch_size=16, scheduler=WSD, run={"dir": "r", "tokens": ramp.accounts.tokens(ramp.steps)})
+    by_tokens = {plain.accounts.tokens(step): plain.schedule.lr(step) for step in range(1, plain.steps + 1)}
+    rates = {ramp.accounts.tokens(step): ramp.schedule.lr(step) for step in range(1, ramp.steps + 1)}
+    equal = rates.keys() & by_tokens.keys()
+    assert len(equal) == plain.steps
+    assert plain.steps < ramp.steps
+    assert {tokens: rates[tokens] for tokens in equal} == {tokens: by_tokens[tokens] for tokens in equal}
+    in_steps = resolved(train_batch_size=batch, scheduler={**WSD, "count": "steps"})
+    assert in_steps.schedule.lr(1) == 2 * ramp.schedule.lr(1)  # half of the tokens of a whole step
+    recorded = json.loads(json.dumps({"scheduler": ramp.schedule.describe()}))
+    assert [recorded_schedule(recorded, step).lr(step) for step in (1, 7, ramp.steps)] == [
+        ramp.schedule.lr(step) for step in (1, 7, ramp.steps)
+    ]
+    other = resolved(train_batch_size={"from": 4, "to": 16, "over_tokens": 1024}, scheduler=WSD)
+    changed = changed_fields(recorded, {"scheduler": other.schedule.describe()})
+    assert "scheduler.spans" in [field for field, _, _ in changed]  # a resume compares them
 
 
 def test_a_run_with_stages_is_read_again_from_its_manifest() -> None:

@@ -108,6 +108,7 @@ def test_lineage_counts_each_token_once_and_earlier_steps_are_looked_up_in_the_b
     page = branch.parent / "report.html"
     assert headrace(["report", str(page), "--run", f"base={base}", "--run", f"branch={branch}"]) == 0
     assert f"{base}, from step {AT}" in page.read_text()
+    assert f"<ul><li>base<ul><li>branch, from step {AT}</li></ul></li></ul>" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from foundation.directory import read_manifest, staging_path
+from pipeline.checkpoint.export.find import RunPlace
+from pipeline.checkpoint.merging.coefficients import MergeMethod
+from pipeline.checkpoint.merging.merge import Merge
+from pipeline.checkpoint.merging.sources import choose, open_sources
 from pipeline.cluster.status.run import read_status
+from pipeline.config.rules.curve import recorded_schedule
 from pipeline.evaluation.report.facts import facts
 from pipeline.evaluation.report.runs import read_run
 from pipeline.models.card.lineage import training_lineage
@@ -87,6 +92,25 @@ def test_rows_and_readers_count_every_step_as_it_was(whole: Path) -> None:
     assert report["stage long"] == "steps 7 to 12, 4 samples of 64 tokens, 1,536 tokens"
     assert read_run("run", whole).evaluated()[0].tolist() == [1280, TOKENS]
     assert read_status(whole).steps == STEPS
+
+
+def test_the_rate_of_every_step_is_in_the_record_and_a_merge_warns_of_a_stage_that_decays(whole: Path) -> None:
+    places = choose([RunPlace.parse(str(whole))], last=STEPS, steps=())
+    # apart, since checkpoints with different RoPE are not merged
+    stages = [[each for each in places if (each[1].step > BORDER) == later] for later in (False, True)]
+    sources = {each.checkpoint.step: each for stage in stages for each in open_sources(stage)}
+    curve = sources[STEPS].manifest.details["curve"]
+    assert {step: recorded_schedule(curve, step).lr(step) for step in sources} == {
+        row["step"]: row["lr"] for row in read_rows(whole, kind="step")
+    }
+
+    def rates(*steps: int) -> tuple[float, float] | None:
+        return Merge.of([sources[step] for step in steps], MergeMethod("wsm")).rates()
+
+    peak = recorded_schedule(curve, 1).lr(1)
+    assert rates(2, 4, BORDER) is None
+    assert rates(4, BORDER, STEPS) == (peak, 0)  # the border lies between these checkpoints
+    assert rates(BORDER, BORDER + 2, BORDER + 4) == (pytest.approx(peak * 5 / 6), pytest.approx(peak * 2 / 6))
 
 
 def test_samples_prints_what_each_step_of_each_stage_read(whole: Path) -> None:

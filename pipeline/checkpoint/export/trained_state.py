@@ -18,7 +18,7 @@ from pipeline.checkpoint.format.metadata import read_metadata
 from pipeline.checkpoint.named_state import OPTIMIZER_STEP, buffer_key, moment_key, weight_key
 from pipeline.checkpoint.read_shards import ShardReader
 from pipeline.checkpoint.write.streamed import LazyTensor
-from pipeline.config.schedule import Schedule
+from pipeline.config.rules.curve import recorded_schedule
 from pipeline.config.sections.optimizers import KINDS, kind_of
 from pipeline.models.decayed import is_decayed
 
@@ -91,9 +91,8 @@ class TrainedState:
     def groups(self) -> list[dict[str, Any]]:
         """Returns torch.optim.AdamW's parameter groups, with names as `params`: with weight decay, then without it."""
         params = self._curve["optimizer"]["params"]
-        schedule = Schedule(**{**self._curve["scheduler"], "total": self._curve["scheduler"]["total"] or 0})
         options: dict[str, Any] = {
-            "lr": schedule.lr(self.step + 1),
+            "lr": recorded_schedule(self._curve, self.step + 1).lr(self.step + 1),
             "betas": tuple(params["betas"] or (0.9, 0.999)),
             "eps": 1e-8 if params["eps"] is None else params["eps"],
         }

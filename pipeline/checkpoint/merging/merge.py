@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from pipeline.checkpoint.pins import pinned
 from pipeline.checkpoint.save import save_streamed
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.checkpoint.write.streamed import LazyTensor, Progress
-from pipeline.config.schedule import Schedule
+from pipeline.config.rules.curve import recorded_schedule
 from pipeline.models.card.lineage import Lineage, training_lineage
 from pipeline.models.construction.rectangle import Rectangle
 
@@ -152,11 +153,17 @@ class Merge:
         return CheckpointInfo(step, newest.config, parents, details)
 
     def rates(self) -> tuple[float, float] | None:
-        """Returns the first and last learning rate after the first checkpoint, if they differ."""
-        scheduler = self.newest.manifest.details["curve"]["scheduler"]
-        schedule = Schedule(**{**scheduler, "total": scheduler["total"] or 0})
-        steps = [each.checkpoint.step for each in self.sources]
-        first, last = schedule.lr(min(steps) + 1), schedule.lr(max(steps))
+        """Returns two learning rates of steps between the checkpoints, the first and the farthest from it, if unequal.
+
+        Each checkpoint's record gives the rates since the checkpoint before it: of its stage, or of its branch.
+        """
+        ordered = sorted(self.sources, key=lambda each: each.checkpoint.step)
+        found = [
+            recorded_schedule(later.manifest.details["curve"], step).lr(step)
+            for earlier, later in pairwise(ordered)
+            for step in (earlier.checkpoint.step + 1, later.checkpoint.step)
+        ]
+        first, last = found[0], max(found, key=lambda each: abs(each - found[0]))
         return None if math.isclose(first, last, rel_tol=1e-6) else (first, last)
 
     def row(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pipeline.config.sections.run import Config
 _LATER = "remove it: this version of headrace does not support it"
 _OTHER_CURVE = "remove it, which makes another loss curve: this version of headrace does not support it"
 _OURS = "remove it: headrace does this itself"
+_LENGTHS = "remove it, and give each sequence length an entry of stages with data.sequence_length and until"
 _GONE = "remove it: DeepSpeed 0.19 no longer has it"
 
 REFUSED: dict[str, str] = {
@@ -27,8 +28,8 @@ REFUSED: dict[str, str] = {
     "comms_logger": _LATER,
     "compression_training": "use pipeline/quantize.py and pipeline/distill.py; DeepSpeed 0.19 no longer has it",
     "csv_monitor": "read metrics.jsonl, which is always written",
-    "curriculum_learning": _GONE,
-    "data_efficiency": _OTHER_CURVE,
+    "curriculum_learning": _LENGTHS,
+    "data_efficiency": _LENGTHS,
     "dataloader_drop_last": _OURS,
     "disable_allgather": _LATER,
     "dump_state": _LATER,

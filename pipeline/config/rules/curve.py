@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.schedule import Schedule
 from pipeline.config.sections.compression import DistillSection
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.groups import IslandsSection
@@ -30,6 +31,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "scheduler.log_warmup": ("scheduler.params.warmup_type", "scheduler.type"),
     "scheduler.total": (*_LENGTH, "scheduler.params.total_num_steps"),
     "scheduler.decay": ("scheduler.params.decay_num_steps", *_LENGTH),
+    "scheduler.spans": ("scheduler.count", "train_batch_size", "data.sequence_length", "stages"),
     "scheduler.end_ratio": ("scheduler.params.min_ratio", "scheduler.params.cos_min_ratio"),
     "data.weights": ("data.sources",),
     "data.schedule": ("data.curriculum",),
@@ -118,6 +120,20 @@ def joined_curve(stages: Sequence[tuple[ResolvedRun, Curve]]) -> Curve:
             options["continue_sources"] = section.continue_sources
         others[section.name] = {"after_step": run.first_step - 1, **options, **differs}
     return {**curve, _STAGES: others}
+
+
+def recorded_schedule(curve: Mapping[str, Any], step: int) -> Schedule:
+    """Returns the learning-rate schedule that a recorded curve gives a step: that of the step's stage.
+
+    Args:
+        curve: fields of a run, as `joined_curve` returns them or a checkpoint's manifest has them.
+        step: a step of the run, from 1.
+    """
+    begun = [stage for stage in (curve.get(_STAGES) or {}).values() if stage["after_step"] < step]
+    own: Mapping[str, Any] = max(begun, key=lambda stage: int(stage["after_step"]), default={})
+    at = "scheduler."
+    fields = {**curve["scheduler"], **{key.removeprefix(at): own[key] for key in own if key.startswith(at)}}
+    return Schedule(**{key: value for key, value in fields.items() if value is not None})
 
 
 def changed_fields(was: Any, now: Any, at: str = "") -> list[tuple[str, Any, Any]]:

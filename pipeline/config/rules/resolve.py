@@ -446,8 +446,12 @@ def _finish(
     _check_profile(config.profile, steps, topology)
     spare = world_size - topology.world_size
     first, last = (1, steps) if place is None else place.scheduled
-    lr, length = config.optimizer.params.lr, last + 1 - first
-    schedule = make_schedule(config.scheduler, lr=lr, steps=length, begin=first - 1)
+    lr, length, spans = config.optimizer.params.lr, last + 1 - first, tuple[tuple[int, int, int], ...]()
+    if place is not None and config.scheduler is not None and config.scheduler.count == "tokens":
+        spans = place.accounts.tokens_within(first, last)
+        tokens = place.accounts.tokens(last) - place.accounts.tokens(first - 1)
+        length = -(-tokens // max(each for _, _, each in spans))
+    schedule = replace(make_schedule(config.scheduler, lr=lr, steps=length, begin=first - 1), spans=spans)
     return ResolvedRun(config, topology, batch, steps, schedule, spare, place=place)
 
 

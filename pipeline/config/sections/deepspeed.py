@@ -66,6 +66,12 @@ class SchedulerSection(Section):
         " (warmup, stable, linear decay at the end)"
     )
     params: SchedulerParams = SchedulerParams()
+    count: Literal["steps", "tokens"] = Field(
+        "steps",
+        description="What the schedule counts: steps, or tokens: with a batch ramp or stages a step counts as its share"
+        " of the largest step's tokens, and the rate depends on the tokens trained on; params are numbers of steps of"
+        " that size",
+    )
 
 
 class OffloadOptimizerSection(Section):

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, ScalarFormatter
 
 from pipeline.evaluation.report import svg
-from pipeline.evaluation.report.runs import Series
+from pipeline.evaluation.report.runs import Series, StageBand
 from pipeline.evaluation.report.series import settled, smooth, smoothing_window, thin
 
 _PIXELS_PER_INCH = 72  # of matplotlib's SVG
@@ -56,6 +56,7 @@ class Chart:
         cut: whether values of the first steps may be above the chart.
         from_zero: whether the y axis starts at 0.
         smoothed: whether to draw a moving mean; not for metrics without noise.
+        bands: stages that all runs of the chart share, drawn behind the lines.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Chart:
     cut: bool = False
     from_zero: bool = False
     smoothed: bool = True
+    bands: Sequence[StageBand] = ()
 
     def highest(self) -> float:
         """The largest value, within the chart or above it."""
@@ -102,6 +104,7 @@ def draw(chart: Chart, *, width: int, height: int, variant: str = "", label: Lab
         wide, high = right - left, bottom - top
         axes = figure.add_axes((left / width, 1 - bottom / height, wide / width, high / height))
         _frame(axes, chart, width=wide, height=high)
+        _bands(axes, chart, width=wide)
         for line in chart.lines:
             _line(axes, line, smoothed=chart.smoothed)
         if labels:
@@ -139,6 +142,20 @@ def _frame(axes: Axes, chart: Chart, *, width: float, height: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(tokens))
     axes.yaxis.set_major_formatter(_y_formatter(chart))
     axes.set_xlabel("tokens", loc="right", labelpad=2)
+
+
+def _bands(axes: Axes, chart: Chart, *, width: float) -> None:
+    """Shades every second stage, and writes the names of those with room for it at the top."""
+    right = axes.get_xlim()[1]
+    for number, band in enumerate(chart.bands):
+        begin, end = band.begin / right, min(1.0, band.end / right)
+        if begin >= 1:
+            break
+        if number % 2 == 0:
+            axes.axvspan(band.begin, min(right, band.end), facecolor=svg.GRID, edgecolor="none", alpha=0.5, zorder=0)
+        if (end - begin) * width >= _LABEL_PIXELS * len(band.name):
+            place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "top", "parse_math": False}
+            axes.text((begin + end) / 2, 0.99, band.name, fontsize=11, **place)
 
 
 def _y_formatter(chart: Chart) -> Formatter:

@@ -8,7 +8,7 @@ from typing import Any
 
 from foundation.task_figures import NAMES
 from pipeline.evaluation.report.charts import Chart, ChartLine
-from pipeline.evaluation.report.runs import RunRecord
+from pipeline.evaluation.report.runs import RunRecord, StageBand
 from pipeline.evaluation.report.series import POINTS, smoothing_window
 
 COMPARABLE = 8.0
@@ -21,6 +21,12 @@ class CurveGroup:
 
     name: str
     runs: tuple[tuple[int, RunRecord], ...]
+
+    @property
+    def bands(self) -> list[StageBand]:
+        """The stages that all runs of the group have at the same tokens, e.g. those of a base before its branches."""
+        first, *others = [run.stages for _, run in self.runs]
+        return [band for band in first if all(band in other for other in others)]
 
 
 def groups(runs: Sequence[RunRecord]) -> list[CurveGroup]:
@@ -35,7 +41,7 @@ def groups(runs: Sequence[RunRecord]) -> list[CurveGroup]:
 def loss_chart(group: CurveGroup) -> Chart:
     """Training and held-out loss."""
     lines = [_line(place, run.loss_key, marks=True, run=run) for place, run in group.runs]
-    return Chart(f"{group.name}-loss", "Loss, nats per token", lines, cut=True)
+    return Chart(f"{group.name}-loss", "Loss, nats per token", lines, cut=True, bands=group.bands)
 
 
 def side_charts(group: CurveGroup) -> list[Chart]:
@@ -43,7 +49,7 @@ def side_charts(group: CurveGroup) -> list[Chart]:
 
     def chart(key: str, title: str, **how: Any) -> Chart:
         lines = [_line(place, key, run=run) for place, run in group.runs if run.has(key)]
-        return Chart(f"{group.name}-{key}", title, lines, from_zero=True, **how)
+        return Chart(f"{group.name}-{key}", title, lines, from_zero=True, bands=group.bands, **how)
 
     charts = [
         chart("lr", "Learning rate", show=_short, smoothed=False),
@@ -63,7 +69,7 @@ def _task_charts(group: CurveGroup) -> Iterator[Chart]:
             found = [(place, run, *run.task_figure(task, name)) for place, run in group.runs]
             lines = [ChartLine(place, run.name, at, values) for place, run, at, values in found if at.size]
             title = f"{task}: {name.replace('_', ' ')}"
-            yield Chart(f"{group.name}-task{number}", title, lines, smoothed=False)
+            yield Chart(f"{group.name}-task{number}", title, lines, smoothed=False, bands=group.bands)
 
 
 def remarks(group: CurveGroup, chart: Chart) -> Iterator[str]:
@@ -76,6 +82,8 @@ def remarks(group: CurveGroup, chart: Chart) -> Iterator[str]:
         yield "Line, or circle if there is only one step: training loss of each step."
     if any(run.evaluations for run in runs):
         yield "Points: held-out loss; the last value is written beside its line."
+    if group.bands:
+        yield f"Bands, from the left: {', '.join(f'stage {band.name}' for band in group.bands)}."
     longest = max(run.steps for run in runs)
     if longest > POINTS:
         yield f"Runs of more than {POINTS:,} steps are drawn as {POINTS:,} points, each the mean of neighboring steps."

@@ -14,6 +14,7 @@ from foundation.directory import code_version
 from foundation.html import NOTHING, document, html, join
 from pipeline.evaluation.comparison.rows import Row
 from pipeline.evaluation.report import svg
+from pipeline.evaluation.report.branches_section import branches_section
 from pipeline.evaluation.report.charts import Chart, ChartLine, Label, draw, name_label, plot_area, value_label
 from pipeline.evaluation.report.curves import CurveGroup, cut_remark, groups, loss_chart, remarks, side_charts
 from pipeline.evaluation.report.facts import SHORT, facts
@@ -79,16 +80,17 @@ def _heading(inputs: Inputs) -> str:
 
 
 def _runs(inputs: Inputs) -> Markup:
-    """The sections on runs: curves, goodput, and a summary of each run. Empty for a report with models only."""
+    """The sections on runs: curves, branches, goodput, a summary of each. Empty for a report with models only."""
     if not inputs.runs:
         return NOTHING
     curves = join((_group(group, alone=len(inputs.runs) == 1) for group in _groups(inputs)), between="\n")
     runs = join((_run(place, run, inputs) for place, run in enumerate(inputs.runs)), between="\n")
     return html(
-        "<section>\n<h2>Training</h2>\n{}\n{}\n</section>\n{}\n"
+        "<section>\n<h2>Training</h2>\n{}\n{}\n</section>\n{}\n{}\n"
         '<section>\n<h2>Runs</h2>\n<div class="runs">\n{}\n</div>\n</section>',
         _HINT,
         curves,
+        branches_section(inputs.runs),
         goodput_section(inputs.runs),
         runs,
     )

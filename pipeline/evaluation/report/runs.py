@@ -22,6 +22,20 @@ _SHOWN = ("step", "tokens", "loss", "cross_entropy", "kl", "lr", "grad_norm", "t
 
 
 @dataclass(frozen=True)
+class StageBand:
+    """A stage of a run in its charts.
+
+    Attributes:
+        name: name of the stage.
+        begin, end: tokens trained on before the stage and up to its end.
+    """
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One training run.
 
@@ -74,6 +88,19 @@ class RunRecord:
     def steps(self) -> int:
         """Number of finished steps."""
         return int(self.columns["step"].size)
+
+    @property
+    def stages(self) -> list[StageBand]:
+        """The stages as ranges of tokens, as they are planned; empty for a run without stages."""
+        bands: list[StageBand] = []
+        seen = 0
+        for row in self.manifest.details.get("ledger") or []:
+            begin, seen = seen, seen + row["tokens"]
+            if bands and bands[-1].name == row.get("stage"):
+                begin = bands.pop().begin
+            if "stage" in row:
+                bands.append(StageBand(row["stage"], begin, seen))
+        return bands
 
     def evaluated(self) -> tuple[Series, Series]:
         """Held-out evaluations as (tokens trained on before, loss in nats per token), float64 [evaluations]."""

@@ -17,13 +17,21 @@ from tests.evaluation.heldout.small import make_model
 TOKENS_PER_STEP, SECONDS_PER_STEP = 1000, 0.5
 
 
-def make_run(path: Path, *, steps: int, distilled: bool = False, planned: int | None = None, **config: Any) -> Path:
+def make_run(
+    path: Path,
+    *,
+    steps: int,
+    distilled: bool = False,
+    planned: int | None = None,
+    details: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
     """Writes manifest.json and metrics.jsonl of a run whose loss falls from about 6 to 2; `planned` steps, if more."""
     path.mkdir(parents=True)
     made_with = {"engine": "deepspeed", "zero_optimization": {"stage": 2}, "run": {"seed": 11}, **config}
     parents = {"data.sources.0": {"path": "out/tokens", "fingerprint": "0123456789abcdef" * 4}}
-    details = {"step": steps, "steps": planned or steps, "finished": planned is None}
-    write_manifest(path, kind="run", config=made_with, parents=parents, details=details)
+    state = {"step": steps, "steps": planned or steps, "finished": planned is None}
+    write_manifest(path, kind="run", config=made_with, parents=parents, details={**state, **(details or {})})
     journal = Journal(path, from_step=0)
     began = time.time() - SECONDS_PER_STEP * steps  # rows that are written in one millisecond would take no time
     journal.write("event", 0, time=iso_time(began), event="started", world_size=2)

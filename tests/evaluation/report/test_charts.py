@@ -91,6 +91,33 @@ def test_runs_of_very_different_length_get_separate_charts(tmp_path: Path) -> No
     assert [len(group.runs) for group in groups([read_run("a", long), read_run("b", long)])] == [2]
 
 
+def test_stages_are_bands_of_tokens_and_runs_together_have_those_they_share(tmp_path: Path) -> None:
+    accounts = [(("stable", 8), ("stable", 4), ("decay", 28)), (("stable", 12), ("other", 28))]
+    places = [tmp_path / name for name in ("a", "b")]
+    for place, stages in zip(places, accounts, strict=True):
+        ledger, first = [], 1
+        for name, steps in stages:  # a ramp's stage has a row for each batch size
+            row = {"stage": name, "first_step": first, "last_step": first + steps - 1, "samples_per_step": 4}
+            ledger.append({**row, "sequence_length": 250, "tokens": TOKENS_PER_STEP * steps})
+            first += steps
+        make_run(place, steps=30, planned=40, details={"ledger": ledger})
+    one, other = (read_run(place.name, place) for place in places)
+    plain = read_run("plain", make_run(tmp_path / "plain", steps=30))
+    (alone,), (both,), (mixed,) = groups([one]), groups([one, other]), groups([one, plain])
+    assert [(band.name, band.begin, band.end) for band in alone.bands] == [
+        ("stable", 0, 12 * TOKENS_PER_STEP),
+        ("decay", 12 * TOKENS_PER_STEP, 40 * TOKENS_PER_STEP),
+    ]
+    assert [band.name for band in both.bands] == ["stable"]
+    assert mixed.bands == []
+    charts = {name: loss_chart(group) for name, group in (("alone", alone), ("both", both), ("mixed", mixed))}
+    named = {name: draw(chart, width=900, height=300) for name, chart in charts.items()}
+    assert [re.findall(">(stable|decay)<", text) for text in named.values()] == [["stable", "decay"], ["stable"], []]
+    assert "Bands, from the left: stage stable, stage decay." in list(remarks(alone, charts["alone"]))
+    # half of the shared stage's room: no name that would run into the next
+    assert ">stable<" not in draw(charts["both"], width=120, height=100)
+
+
 def test_the_chart_of_a_distilled_run_shows_its_cross_entropy(tmp_path: Path) -> None:
     (group,) = groups([read_run("student", make_run(tmp_path / "run", steps=20, distilled=True))])
     (line,) = loss_chart(group).lines

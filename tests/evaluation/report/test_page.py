@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from foundation.directory import write_manifest, write_text
 from pipeline.evaluation.heldout.complete import complete
 from pipeline.evaluation.report import svg
+from pipeline.evaluation.report.branches_section import branches_section
 from pipeline.evaluation.report.facts import facts
 from pipeline.evaluation.report.inputs import Inputs
 from pipeline.evaluation.report.page import page
@@ -128,6 +130,31 @@ def test_the_goodput_of_a_run_is_a_bar_for_each_attempt_and_a_table(tmp_path: Pa
     widths = [float(width) for _, width, _ in bars]
     assert sum(widths) == pytest.approx(100 + 100 * 20 / 81, abs=0.05)
     assert '<span class="key spent-productive"></span>productive steps</th><td>6.0 s</td><td>5.9 %</td>' in section
+
+
+def test_branches_are_a_tree_and_are_compared_at_equal_tokens(tmp_path: Path) -> None:
+    base = make_run(tmp_path / "base", steps=30)
+    gone = {"branch": {"run": "/gone/<base>", "step": 7}}  # a base that is not in the report
+    of_base = {"branch": {"run": str(base), "step": 1500}}
+    a, b = make_run(tmp_path / "a", steps=40, details=of_base), make_run(tmp_path / "b", steps=20, details=gone)
+    of_a = make_run(tmp_path / "c", steps=10, details={"branch": {"run": str(a), "step": 5}})
+    runs = tuple(read_run(path.name, path) for path in (base, a, b, of_a))
+    section = branches_section(runs)
+    assert (
+        "<ul><li>base<ul><li>a, from step 1,500<ul><li>c, from step 5</li></ul></li></ul></li>"
+        "<li>/gone/&lt;base&gt;<ul><li>b, from step 7</li></ul></li></ul>"
+    ) in section
+    rows = re.findall(r'<tr><th scope="row">([\d,]+)</th>(.*?)</tr>', section)
+    assert [count for count, _ in rows] == ["10,000", "20,000", "30,000"]  # 40,000 is one run's alone
+    cells = [re.findall("<td>(.*?)</td>", cells) for _, cells in rows]
+    expected = [[run.evaluated()[1][place] for run in runs if place < len(run.evaluations)] for place in range(3)]
+    for found, losses in zip(cells, expected, strict=True):
+        assert sorted(re.findall(r"[\d.]+", " ".join(found))) == sorted(f"{loss:.4f}" for loss in losses)
+        assert re.findall("<b>(.*?)</b>", " ".join(found)) == [f"{min(losses):.4f}"]
+    assert cells[2][2:] == ["", ""]
+    assert branches_section(runs[:1]) == ""
+    apart = replace(runs[1], evaluations=())
+    assert "No two of the runs were evaluated" in branches_section([apart, replace(runs[2], evaluations=())])
 
 
 def test_no_temporary_files_are_left_beside_the_page(made: tuple[Path, str]) -> None:
