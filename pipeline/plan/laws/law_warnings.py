@@ -31,6 +31,7 @@ class Training:
         weight_decay: weight decay of matrices.
         warmup: tokens of warm-up.
         adamw: whether learning rate and weight decay have AdamW's scale, for which the laws hold.
+        ramps: what each batch ramp saves in steps and costs in loss, as text.
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class Training:
     weight_decay: float
     warmup: int
     adamw: bool = True
+    ramps: tuple[str, ...] = ()
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """The laws' suggestions for the run; weight decay for its own batch and learning rate."""
