@@ -31,7 +31,7 @@ class Training:
         weight_decay: weight decay of matrices.
         warmup: tokens of warm-up.
         adamw: whether learning rate and weight decay have AdamW's scale, for which the laws hold.
-        ramps: what each batch ramp saves in steps and costs in loss, as text.
+        ramps: lines of text with the steps that each batch ramp saves, and its effect on the loss.
     """
 
     parameters: int
