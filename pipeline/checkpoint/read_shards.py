@@ -174,7 +174,6 @@ def _loaded_rows(
     if not native or size != shape[0] * row_bytes:
         return None
     view.seek(begin + first * row_bytes)
-    data = bytearray(view.read((end - first) * row_bytes))
-    if len(data) < (end - first) * row_bytes:
-        return None
-    return torch.frombuffer(data, dtype=dtype).view(end - first, *shape[1:])
+    values = torch.empty(end - first, *shape[1:], dtype=dtype)
+    data = values.view(-1).view(torch.uint8).numpy()
+    return values if view.readinto(data) == data.nbytes else None  # type: ignore[attr-defined]  # torch's view of a file

@@ -42,8 +42,10 @@ def run_printed(commands: str, cwd: Path, *, warm: bool = True) -> str:
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 KILLS = ("a-run-that-failed",)
 """Pages that look for a child of a process that they have started."""
-SWEPT = {*KILLS, "chat-fine-tuning", "choosing-a-layout", "first-hour", "train-longer"}
+SWEPT = {*KILLS, "chat-fine-tuning", "choosing-a-layout", "first-hour", "train-in-stages", "train-longer"}
 """Pages that take minutes: `make sweep-tests` runs them. The first hour has the commands of the README and the demo."""
+IN_A_CLONE = {"train-in-stages": ("demo", "ds_configs")}
+"""Pages whose commands read files of the repository."""
 BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -60,6 +62,8 @@ def commands_of(page: Path) -> list[str]:
     ],
 )
 def test_the_commands_of_a_tutorial_run_as_printed(page: Path, tmp_path: Path) -> None:
+    for name in IN_A_CLONE.get(page.stem, ()):
+        shutil.copytree(ROOT / name, tmp_path / name)
     run_printed("\n".join(commands_of(page)), tmp_path, warm=page.stem not in KILLS)
 
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.config.accounts import StageBatches, StepAccounts, make_accounts
 from pipeline.config.load import load_config
 from pipeline.config.rules.resolve import resolve
+from pipeline.config.sections.stages import BatchRampSection, UntilSection
+from pipeline.plan.laws.batch_ramp import ramp_effects
 from pipeline.plan.laws.law_warnings import Training, training_of, warnings
-from pipeline.plan.laws.laws import Quantity, chinchilla_loss, more_tokens, suggestions
+from pipeline.plan.laws.laws import Quantity, chinchilla_loss, critical_batches, more_tokens, suggestions
 
 ONE_B = Training(
     parameters=10**9,
@@ -112,3 +115,40 @@ def test_the_hyperparameters_of_a_shipped_config() -> None:
     )
     assert (found.batch, found.tokens, found.warmup) == (1024, 1880 * 1024, 40 * 1024)
     assert found.learning_rate == 4e-3
+
+
+def test_the_critical_batch_at_the_loss_where_kaplan_et_al_plotted_it() -> None:
+    """2.1e8 / L^4.76 (arXiv:2001.08361, figure 10): 2 to 3 million tokens at 2.5 nats, here at 1B and 8.4B tokens."""
+    tokens = 8.4e9
+    assert chinchilla_loss(1e9, tokens) == pytest.approx(2.65, abs=0.15)
+    batches = critical_batches(1e9, tokens)
+    assert 1e6 < batches["McCandlish"][0] < 4e6
+    assert batches["Power Lines"][0] == pytest.approx(0.0471 * 10 ** (0.462 * 9.9243) * 2048, rel=1e-3)
+
+
+def ramped(over_tokens: float) -> StepAccounts:
+    """A ramp from 256 to 1,024 sequences in the first of two stages, 20B tokens in all."""
+    ramp = BatchRampSection(**{"from": 256, "to": 1024, "over_tokens": over_tokens})
+    stages = [StageBatches("stable", 1024, 2048, UntilSection(steps=8000), ramp), StageBatches("decay", 512, 2048)]
+    return make_accounts(stages, steps=12000, tokens=None)
+
+
+@pytest.mark.parametrize("over_tokens", [2_000_000_000, 4_000_000_000])
+def test_a_ramp_takes_fewer_steps_than_its_first_batch_and_teaches_more_than_its_last(over_tokens: int) -> None:
+    effects = list(ramp_effects(ramped(over_tokens), 0, 10**9))
+    assert [each.law.split(" (")[0] for each in effects] == ["McCandlish"] * 2 + ["Power Lines"] * 2
+    for small, large in zip(effects[::2], effects[1::2], strict=True):
+        assert (small.batch, large.batch) == (256 * 2048, 1024 * 2048)
+        assert 0 < small.fewer_steps < 0.75
+        assert large.fewer_steps < 0
+        assert large.loss_change < 0 < small.loss_change
+
+
+def test_a_longer_ramp_saves_fewer_steps_and_costs_less_loss() -> None:
+    short, long = (next(ramp_effects(ramped(over), 0, 10**9)) for over in (2_000_000_000, 4_000_000_000))
+    assert long.fewer_steps < short.fewer_steps
+    assert long.loss_change < short.loss_change
+
+
+def test_a_batch_that_stays_has_no_effect() -> None:
+    assert {(e.fewer_steps, e.loss_change) for e in ramp_effects(ramped(2_000_000_000), 1, 10**9)} == {(0.0, 0.0)}

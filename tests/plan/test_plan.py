@@ -24,6 +24,7 @@ from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.search import machines
 from pipeline.plan.search.machines import Offer, Question, compare, machines_of
 from pipeline.plan.show import Report, as_json, lines, report_of
+from pipeline.plan.stage_plans import planned_stages
 from pipeline.runtime.machines.known import load_machine
 from tests import warm
 from tests.config.rules.test_layouts import shipped
@@ -66,6 +67,19 @@ OFFLOAD = (
     "memory.activation_checkpointing=full",
     "train_micro_batch_size_per_gpu=1",
 )
+
+
+STAGED = {"stages/demo.json": (2, [716_800, 225_280, 163_840]), "stages/olmo3_7b.json": (256, [5.93e12, 1e11, 5e10])}
+"""Shipped configs in stages: processes, and tokens of each stage, those of Olmo 3 as published."""
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_shipped_configs_in_stages_are_planned_with_the_tokens_of_each_stage(name: str) -> None:
+    assert set(STAGED) == {f"stages/{path.name}" for path in (ROOT / "ds_configs/stages").iterdir()}
+    processes, tokens = STAGED[name]
+    found = planned_stages(planned(name, machine="h100", processes=processes))
+    assert [each.plan.tokens for each in found] == pytest.approx(tokens, rel=1e-4)
+    assert all(each.plan.memory.fits for each in found)
 
 
 def test_each_stage_has_its_row_and_a_ramp_costs_what_its_tokens_cost() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -122,20 +123,34 @@ class Merge:
         return LazyTensor(stored.shape, stored.dtype, whole, part=partial(make, stored))
 
     def _mean(self, stored: StoredTensor, rectangle: Rectangle) -> Tensor:
-        """Returns a rectangle of a tensor's weighted mean, computed by blocks of rows that fit into a cache."""
+        """Returns a rectangle of a tensor's weighted mean, computed by blocks of rows that fit into a cache.
+
+        A thread reads the next block meanwhile.
+        """
         rows = rectangle.sizes[0] if rectangle.numel > _BLOCK else 1
         count = max(1, rows * _BLOCK // max(1, rectangle.numel))
         if count >= rows:
-            return self._mean_of_block(stored, rectangle)
+            return self._mean_of_block(stored, self._values(stored, rectangle))
         blocks = [rectangle.rows(first, min(count, rows - first)) for first in range(0, rows, count)]
-        return torch.cat([self._mean_of_block(stored, each) for each in blocks])
+        mean = torch.empty(rectangle.sizes, dtype=stored.dtype)
+        with ThreadPoolExecutor(1) as thread:
+            ahead = thread.submit(self._values, stored, blocks[0])
+            for part, following in zip(mean.split(count), [*blocks[1:], None], strict=True):
+                values = ahead.result()
+                if following is not None:
+                    ahead = thread.submit(self._values, stored, following)
+                part.copy_(self._mean_of_block(stored, values))
+        return mean
 
-    def _mean_of_block(self, stored: StoredTensor, block: Rectangle) -> Tensor:
-        total = torch.zeros(block.sizes, dtype=torch.float64)
-        for source, coefficient in zip(self.sources, self.coefficients, strict=True):
-            if coefficient:
-                total.add_(_read(source, stored, block), alpha=coefficient)
-        if not torch.isfinite(total).all():
+    def _values(self, stored: StoredTensor, block: Rectangle) -> list[tuple[float, Tensor]]:
+        pairs = zip(self.sources, self.coefficients, strict=True)
+        return [(coefficient, _read(source, stored, block)) for source, coefficient in pairs if coefficient]
+
+    def _mean_of_block(self, stored: StoredTensor, values: Sequence[tuple[float, Tensor]]) -> Tensor:
+        total = torch.zeros(values[0][1].shape, dtype=torch.float64)
+        for coefficient, value in values:
+            total.add_(value, alpha=coefficient)
+        if not total.sum().isfinite():  # of numbers that are finite in fp32, the sum is finite in fp64
             remedy = "headrace checkpoint verify RUN --all"
             raise CheckpointError(f"the mean of {stored.key} is not finite\n  try: {remedy}")
         return total.to(stored.dtype)

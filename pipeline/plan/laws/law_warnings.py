@@ -31,6 +31,7 @@ class Training:
         weight_decay: weight decay of matrices.
         warmup: tokens of warm-up.
         adamw: whether learning rate and weight decay have AdamW's scale, for which the laws hold.
+        ramps: lines of text with the steps that each batch ramp saves, and its effect on the loss.
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class Training:
     weight_decay: float
     warmup: int
     adamw: bool = True
+    ramps: tuple[str, ...] = ()
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """The laws' suggestions for the run; weight decay for its own batch and learning rate."""

@@ -8,6 +8,9 @@ Step Law: Li et al. 2025, arXiv:2503.04715. lr = 1.79 N^-0.713 D^0.307, B = 0.58
 Power Lines: Bergsma et al. 2025, arXiv:2505.13738. B / (lr wd D) = 1.084 (D/N)^-0.527, B = 0.0306 D^0.383 sequences.
 OLMo's ladder: OLMo-core's model ladder, after Porian et al. 2024, arXiv:2406.19146. B = 2,048 x 160 (N / 108M)^(2/3)
 tokens, lr = 0.0047 (N / 108M)^(-1/3) / 2, weight decay 0.1, warm-up of N tokens.
+Critical batch: a token in a batch of B tokens teaches as much as 1 / (1 + B / B_crit) tokens in small batches
+(McCandlish et al. 2018, arXiv:1812.06162, section 2.3). B_crit = 2.1e8 L^(-1/0.21) tokens at a loss of L nats (Kaplan
+et al. 2020, arXiv:2001.08361, section 5.1), or by Power Lines 0.0471 D^0.462 sequences.
 Chinchilla: Hoffmann et al. 2022, arXiv:2203.15556, with the numbers of Besiroglu et al. 2024, arXiv:2404.10102. D =
 20 N.
 """
@@ -152,6 +155,20 @@ def chinchilla_loss(parameters: float, tokens: float) -> float:
     """Loss in nats per token by the Chinchilla law on its own data: differences mean more than absolute values."""
     e, a, alpha, b, beta = _LOSS
     return float(e + a / parameters**alpha + b / tokens**beta)
+
+
+def critical_batches(parameters: float, tokens: float) -> dict[str, tuple[float, str, bool]]:
+    """Returns the critical batch after D tokens by each law: its tokens, source, and whether N and D were fitted.
+
+    McCandlish's law needs a loss, which is that of the Chinchilla law here; it was fitted up to 1.5B parameters.
+    """
+    loss = chinchilla_loss(parameters, tokens)
+    kaplan = (2.1e8 * loss ** (-1 / 0.21), "arXiv:1812.06162, 2001.08361", parameters <= 1.5e9)
+    power = 0.0471 * tokens**0.462 * _POWER_LINES_SEQUENCE
+    return {
+        "McCandlish": kaplan,
+        _POWER.law: (power, "arXiv:2505.13738", _POWER.range.holds(parameters, tokens)),
+    }
 
 
 def suggestions(

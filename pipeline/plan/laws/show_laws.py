@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from pipeline.plan.laws.batch_ramp import ramp_texts
 from pipeline.plan.laws.law_warnings import Training, shown, training_of, warnings
 from pipeline.plan.laws.laws import Quantity, Suggestion
 from pipeline.plan.predict.planned_run import PlannedRun
@@ -35,7 +37,9 @@ def training_of_plan(planned: PlannedRun) -> Training | None:
         tokens=run.accounts.tokens(run.steps),
         parameters_non_embedding=planned.costs.size.non_embedding(tied=tied),
     )
-    return training if training.adamw else None
+    ramping = [each.place.stage.number for each in run.stages if each.place is not None and each.ramps]
+    texts = tuple(text for stage in ramping for text in ramp_texts(run.accounts, stage, training.parameters))
+    return replace(training, ramps=texts) if training.adamw else None
 
 
 def law_lines(training: Training) -> Iterator[tuple[str, str]]:
@@ -46,6 +50,7 @@ def law_lines(training: Training) -> Iterator[tuple[str, str]]:
         name, _, unit = quantity.partition(", ")
         value = f"{shown(training.value(quantity))}{' ' if unit else ''}{unit}"
         yield _LABELS.get(quantity, name), f"{value}; suggested {laws}"
+    yield from (("batch ramp", text) for text in training.ramps)
     yield from (("warning", text) for text in warnings(training))
 
 
@@ -68,6 +73,7 @@ def laws_json(training: Training) -> dict[str, Any]:
             }
             for each in training.suggestions()
         ],
+        "ramps": list(training.ramps),
         "warnings": list(warnings(training)),
     }
 

@@ -22,8 +22,8 @@ from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
 
 SHIPPED = {
-    "run": [*(ROOT / "ds_configs").glob("*.json"), ROOT / "demo/teacher.json", ROOT / "demo/student.json"],
-    "corpus": [ROOT / "demo/corpus.json"],
+    "run": [*(ROOT / "ds_configs").rglob("*.json"), ROOT / "demo/teacher.json", ROOT / "demo/student.json"],
+    "corpus": [ROOT / "demo/corpus.json", ROOT / "demo/filtered.json"],
     "prune": [],
     "quantize": [],
     "compress": [ROOT / "demo/compress.json"],
