@@ -110,7 +110,7 @@ def test_the_rate_of_every_step_is_in_the_record_and_a_merge_warns_of_a_stage_th
     peak = recorded_schedule(curve, 1).lr(1)
     assert rates(2, 4, BORDER) is None
     assert rates(4, BORDER, STEPS) == (peak, 0)  # the border lies between these checkpoints
-    assert rates(BORDER, BORDER + 2, BORDER + 4) == (pytest.approx(peak * 5 / 6), pytest.approx(peak * 2 / 6))
+    assert rates(BORDER, BORDER + 2, BORDER + 4) == pytest.approx((peak * 5 / 6, peak * 2 / 6))
 
 
 def test_samples_prints_what_each_step_of_each_stage_read(whole: Path) -> None:
