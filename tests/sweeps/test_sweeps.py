@@ -98,10 +98,10 @@ def test_the_number_of_decoders_that_are_equal_in_a_layout_never_falls() -> None
 
 
 def test_layouts_are_counted_over_decoders_that_train_and_refusals_by_reason() -> None:
-    dense = {"dp": "equal, sdpa", "cp ring": "refused: cp 2: gpt2 is odd (try: 1)", "Ulysses": "equal, sdpa"}
+    dense = {"dp": "equal, sdpa", "cp ring": "refused: parallel.cp: gpt2 is odd, 2 (try: 1)", "Ulysses": "equal, sdpa"}
     outcomes = {
         "gpt2": dense,
-        "bloom": {**dense, "cp ring": "refused: cp 4: bloom is odd (try: 1)"},
+        "bloom": {**dense, "cp ring": "refused: parallel.cp: bloom is odd, 4 (try: 1)"},
         "olmoe": {**dense, "cp ring": "equal, sdpa", "ep": "differs: loss by 1.0e-03"},
         "bert": {**dense, "cp ring": "failed: | broken"},
         "fuyu": {"dp": "refused: it has parts"},
@@ -113,8 +113,8 @@ def test_layouts_are_counted_over_decoders_that_train_and_refusals_by_reason() -
     text = "\n".join(summary(results))
     assert "| cp ring | 3 | 1 | 33.3 |  | 1 | 1 | 100.0 |  | 1 | 0 | 0.0 |" in text
     assert "| cp | 3 | 3 | 100.0 | 85 | 1 | 1 | 100.0 |  | 1 | 1 | 100.0 |" in text
-    assert "- 2: refused: cp N: FAMILY is odd: gpt2, bloom\n- 1: failed: / broken: bert" in text
-    assert "### Not equal: ep\n\n- 1: differs: loss by 1.0e-03: olmoe" in text
+    assert "- 2: cp ring: FAMILY is odd, N: gpt2, bloom\n- 1: ep: differs: loss by 1.0e-03: olmoe" in text
+    assert "- 1: cp ring: failed: / broken: bert" in text
 
 
 @pytest.mark.integration
