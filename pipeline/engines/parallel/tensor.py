@@ -47,6 +47,7 @@ from pipeline.engines.parallel.tensor_styles import (
 from pipeline.engines.parallel.trial_cache import remembered
 from pipeline.engines.parallel.vocabulary import VocabularyShard
 from pipeline.models.construction.rectangle import Rectangle
+from pipeline.models.decoder_layers import base_of
 from pipeline.models.hf_config import config_from, config_key
 from pipeline.models.layers import global_value
 from pipeline.models.multi_token import original_module
@@ -277,10 +278,17 @@ def apply_tensor_parallel(
         gather = partial(_gather_input, group)  # one for all blocks: a compiled layer depends on its identity
         for name in {name.rpartition(".")[0] for name, style in styles.items() if style == COLWISE}:
             model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+    _scatter_inputs_of_layers(base_of(model), group)
     # not from the head's weight, which a sharding engine may already have emptied
     config: Any = model.config
     vocabulary = VocabularyShard(group, rank * (config.vocab_size // tp))
     return TensorParallel(group, boxes, frozenset(names.values()) - boxes.keys(), vocabulary, blocks is not None)
+
+
+def _scatter_inputs_of_layers(base: Any, group: dist.ProcessGroup) -> None:
+    """Keeps this rank's positions of what the layers get besides hidden states, from ids [B, T] (Gemma 3n, Gemma 4)."""
+    if (whole := getattr(base, "get_per_layer_inputs", None)) is not None:
+        base.get_per_layer_inputs = lambda *args: whole(*args).chunk(group.size(), dim=1)[group.rank()]
 
 
 def _shard_linears(
