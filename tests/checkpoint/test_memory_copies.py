@@ -164,12 +164,12 @@ def test_a_full_tmpfs_costs_the_copy_alone(small_tmpfs: Path, tmp_path: Path, mo
         assert result.checkpoint is not None
         assert "GB of" in result.not_copied[0]
         monkeypatch.setattr(memory_copies, "room", lambda _path: 1 << 30)  # another program fills it after the look
-        assert save(writer, 2, large).checkpoint is not None
+        second = save(writer, 2, large)
         writer.wait_for_copy()
         assert copied(memory) == {}
-        last = save(writer, 3, large)
-        assert last.checkpoint is not None
-        assert "No space left" in last.not_copied[0]
+        third = save(writer, 3, large)
+        assert None not in (second.checkpoint, third.checkpoint)
+        assert "No space left" in {**third.not_copied, **second.not_copied}[0]  # reported by the save or by the next
         writer.wait_for_copy()  # it uses the folder
 
 
