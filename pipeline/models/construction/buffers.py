@@ -12,6 +12,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +78,39 @@ def _init_all(model: nn.Module, owners: set[str]) -> None:
     around = {owner[:at] for owner in owners for at, letter in enumerate(f"{owner}.") if letter == "."} | {""}
     for name in sorted(around, key=lambda each: -len(each.split(".")) if each else 1):
         failures = () if name in owners else (NotImplementedError, RuntimeError, AttributeError, TypeError)
-        # an enclosing module may read parameters, which are on meta, or layers of another pipeline stage
-        with seeded(0), contextlib.suppress(*failures):  # the same on every rank if it draws numbers
+        absent = contextlib.nullcontext() if name in owners else _any_layers(model.get_submodule(name))
+        # an enclosing module may read parameters, which are on meta
+        with absent, seeded(0), contextlib.suppress(*failures):  # the same on every rank if it draws numbers
             init_weights(model, name)
+
+
+@contextlib.contextmanager
+def _any_layers(module: nn.Module) -> Iterator[None]:
+    """Lets a module's `_init_weights` loop over all layers: those of other pipeline stages have every attribute."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
+    swapped = [(each, key, one) for each in lists for key, one in each._modules.items() if not _has_state(one)]
+    for each, key, _one in swapped:
+        each._modules[key] = _Anything()
+    try:
+        yield
+    finally:
+        for each, key, one in swapped:
+            each._modules[key] = one
+
+
+def _has_state(module: nn.Module | None) -> bool:
+    return module is not None and any(each._parameters or each._buffers for each in module.modules())
+
+
+class _Anything(nn.Module):
+    """Has every attribute and does nothing: `_is_hf_initialized` is true, so transformers initializes none of them."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return self
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Returns itself."""
+        return self
 
 
 @torch.no_grad()

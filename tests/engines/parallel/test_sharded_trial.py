@@ -22,6 +22,7 @@ from pipeline.engines.parallel.simulated_ranks import run_ranks
 from pipeline.engines.parallel.stage_plan import StagePlan, stage_plan
 from pipeline.engines.parallel.tensor_plan import derived_blocks
 from pipeline.engines.parallel.tensor_styles import BlockPlan, scale_attributes
+from pipeline.models.construction.buffers import fill_buffers
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.resize.shrink import shrink
 from tests.engines.parallel.layouts import check_family
@@ -107,6 +108,19 @@ def test_a_stage_has_no_parameter_of_the_base_model_that_another_stage_has() -> 
     assert "model.input_hidden_states_scale" in owners
     assert all(key in module._parameters for pairs in local_owners(owners, model).values() for module, key in pairs)
     assert "model.input_hidden_states_scale" not in local_owners(owners, model)
+
+
+def test_a_stage_has_the_buffers_of_the_whole_model() -> None:
+    whole, part = family_meta("falcon_h1"), family_meta("falcon_h1")  # its base model fills those of all layers
+    layers = len(stages.layer_list(part)[1])
+    stages.keep_stage(part, stages.StageLayers(1, 2, (layers // 2, layers), 1.0))
+    for model in (whole, part):
+        fill_buffers(model, torch.device("cpu"))
+    expected = dict(whole.named_buffers())
+    found = {name: buffer for name, buffer in part.named_buffers() if name in expected}
+    assert f"model.layers.{layers - 1}.mamba.mup_vector" in found
+    for name, buffer in found.items():
+        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
 
 
 def test_a_tiny_model_has_layers_of_every_kind() -> None:
