@@ -17,6 +17,7 @@ from foundation.section import parse, problems_of
 from pipeline.config.deepspeed.auto import with_optimizer
 from pipeline.config.deepspeed.defaults import differences
 from pipeline.config.deepspeed.file import translate
+from pipeline.config.family_keys import as_read
 from pipeline.config.foreign_files import refuse_foreign
 from pipeline.config.sections.run import Config
 
@@ -66,11 +67,24 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         why = "it has sources, output and tokenizer: it is a corpus config of data prep"
         raise ConfigError("--config", str(path), why=why, remedy=f"headrace prep --config {path}")
     refuse_foreign(raw, str(path))
+    raw, unused = _without_unread(raw)
     translated = translate(with_optimizer(raw))
     if translated.refused:
         refuse_all([*translated.refused, *problems_of(Config, translated.raw)])
     config = parse(Config, translated.raw)
-    return LoadedConfig(config, translated.ignored, translated.auto, tuple(differences(config, raw, translated.raw)))
+    return LoadedConfig(
+        config, (*unused, *translated.ignored), translated.auto, tuple(differences(config, raw, translated.raw))
+    )
+
+
+def _without_unread(raw: configfile.ConfigTree) -> tuple[configfile.ConfigTree, list[str]]:
+    """Leaves out the keys of a published config.json that its family does not read; returns their names, too."""
+    model = raw.get("model")
+    given = model.get("config") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(given, dict):
+        return raw, []
+    kept, left_out = as_read(given)
+    return {**raw, "model": {**model, "config": kept}}, [f"model.config.{key}" for key in left_out]
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
