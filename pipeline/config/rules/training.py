@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from foundation.errors import ConfigError, found_by, refuse_all
+from foundation.model_names import weight_file_problem
 from foundation.paths import is_url
 from pipeline.config.family_keys import key_problems
 from pipeline.config.rules.experts import check_experts
@@ -23,6 +25,8 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
     if (model.config is None) == (model.path is None):
         why = "neither is given" if model.config is None else "both are given"
         raise ConfigError("model.config / model.path", why=why, remedy="give exactly one of the two")
+    if model.path is not None and (problem := weight_file_problem(model.path)) and not Path(model.path).is_dir():
+        raise ConfigError("model.path", model.path, why=problem[0], remedy=problem[1])
     if model.config is not None:
         for key in ("fresh", "keep_layers", "extra_weights"):
             if getattr(model, key) not in (False, None, "keep"):
