@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from foundation import configfile
-from foundation.errors import ConfigError, refuse_all
-from foundation.section import parse, problems_of
+from foundation.errors import ConfigError, problems_in, refuse_all
+from foundation.section import parse
 from pipeline.config.deepspeed.auto import with_optimizer
 from pipeline.config.deepspeed.defaults import differences
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.family_keys import as_read
 from pipeline.config.foreign_files import refuse_foreign
+from pipeline.config.foreign_names import with_foreign_name
 from pipeline.config.sections.run import Config
 
 _CORPUS_KEYS = frozenset({"sources", "output", "tokenizer"})
@@ -69,9 +70,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     refuse_foreign(raw, str(path))
     raw, unused = _without_unread(raw)
     translated = translate(with_optimizer(raw))
-    if translated.refused:
-        refuse_all([*translated.refused, *problems_of(Config, translated.raw)])
-    config = parse(Config, translated.raw)
+    try:
+        config = parse(Config, translated.raw)
+    except ConfigError as error:
+        refuse_all([*translated.refused, *map(with_foreign_name, problems_in(error))])
+        raise
+    refuse_all(translated.refused)
     return LoadedConfig(
         config, (*unused, *translated.ignored), translated.auto, tuple(differences(config, raw, translated.raw))
     )

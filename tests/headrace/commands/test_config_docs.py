@@ -17,6 +17,7 @@ from foundation.json_schema import NO_DEFAULT
 from foundation.section import parse
 from headrace.commands.explain import lines_of
 from headrace.commands.schema import reference
+from pipeline.config.foreign_names import foreign_names
 from pipeline.engines.parallel.architecture_limits import layout_lines
 from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
@@ -164,3 +165,22 @@ def test_explain_layout_prints_stages_and_shards_of_a_family_or_why_there_are_no
     assert "refused: hrm_text has no base_model_pp_plan, and none" in run("explain", "layout", "hrm_text")
     with pytest.raises(ConfigError, match="no such model_type"):
         list(layout_lines("llamma"))
+
+
+@pytest.mark.parametrize("name", foreign_names())
+def test_a_name_of_another_tool_is_explained_by_the_key_here_or_by_why_there_is_none(name: str) -> None:
+    lines, found = lines_of(name), foreign_names()[name]
+    shown = {line.partition("  (in ")[0] for line in lines if "  (in " in line}
+    assert {*found.ours} & {key.path for key in keys("run")} <= shown
+    assert found.ours or f"  not offered: {found.no.partition('; ')[0]}" in lines or f"  here     {found.note}" in lines
+
+
+def test_a_name_within_a_section_or_with_a_dash_is_explained_too() -> None:
+    assert lines_of("training.max-steps")[1] == "  here     use run.steps"
+    assert lines_of("model.dtype")[1].startswith("  here     use bf16.enabled = true; ")
+
+
+def test_a_key_that_is_only_near_by_spelling_is_called_so() -> None:
+    for word, near in (("lorra", "lora"), ("warmup_num_step", "scheduler.params.warmup_num_steps")):
+        with pytest.raises(ConfigError, match=f"did you mean '{near}'. It is the nearest by spelling"):
+            lines_of(word)
