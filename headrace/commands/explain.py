@@ -104,7 +104,7 @@ def _one(kind: str, key: Key) -> Iterator[str]:
     yield from ([f"  {key.description}"] if key.description else [])
     yield f"  type     {key.wanted}"
     yield from ([f"  default  {default}"] if default else [])
-    yield f"  example  {example_file(key)}"
+    yield f"  example  {example_file(key, kind)}"
     yield f"  read by  {KINDS[kind].used_by}"
 
 

@@ -87,7 +87,7 @@ def test_a_key_is_explained_with_type_default_and_example() -> None:
     text = "\n".join(lines)
     assert "  type     a whole number, at least 1, or null" in text
     assert "  default  null" in text
-    assert '  example  {"run": {"keep_every": ' in text
+    assert '  example  {"run": {"dir": "runs/zero3", "keep_every": ' in text
     assert "headrace train" in text
 
 
@@ -135,12 +135,22 @@ def test_keys_that_are_not_in_the_schema_are_explained_where_they_are_known() ->
 def test_every_example_and_every_default_is_one(kind: str) -> None:
     schema = KINDS[kind].schema()
     for key in keys(kind):
-        whole: Any = json.loads(example_file(key))
+        whole: Any = json.loads(example_file(key, kind))
+        assert "..." not in example_file(key, kind), key.path
         wrong = [each.message for each in jsonschema.Draft202012Validator(schema).iter_errors(whole)]
         assert [message for message in wrong if "required" not in message and "is not valid under" not in message] == []
         if key.default is not NO_DEFAULT:
             alone = {"$defs": key.schema.get("$defs", {}), **key.node}
             assert jsonschema.Draft202012Validator(alone).is_valid(key.default), key.path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_has_the_keys_that_its_section_requires(kind: str) -> None:
+    """Nothing is missing from an example but other sections."""
+    schema = jsonschema.Draft202012Validator({**KINDS[kind].schema(), "required": []})
+    for key in keys(kind):
+        errors = schema.iter_errors(json.loads(example_file(key, kind)))
+        assert [error.message for error in errors if error.validator == "required"] == [], key.path
 
 
 def test_parts_of_a_path_leave_out_indices() -> None:
