@@ -44,7 +44,7 @@ _TYPO = 0.85
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyKeys:
     """The keys of one `model_type`.
 
     Attributes:
@@ -82,7 +82,7 @@ def families() -> Mapping[str, str]:
 
 
 @cache
-def family(kind: str) -> Family | None:
+def family(kind: str) -> FamilyKeys | None:
     """Returns the keys of a `model_type`; None if the source of its class is not found."""
     root, kind = _root(), _SAME.get(kind, kind)
     name = families().get(kind)
@@ -97,7 +97,7 @@ def family(kind: str) -> Family | None:
     legacy = _LEGACY | (_LEGACY_ROPE if "rope_parameters" in found.fields else frozenset())
     keys = {*found.fields, *found.aliases, *found.aliases.values(), "model_type", "per_layer_config"}
     modeling = file.with_name(file.name.replace("configuration_", "modeling_"))
-    return Family(frozenset(keys), (legacy | found.read) - keys - UNUSED, found.aliases, modeling)
+    return FamilyKeys(frozenset(keys), (legacy | found.read) - keys - UNUSED, found.aliases, modeling)
 
 
 def as_read(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -158,7 +158,7 @@ def key_problems(config: Mapping[str, Any], *, legacy: bool = True) -> Iterator[
             yield ConfigError(f"model.config.{name}", value, why=why, remedy="remove one of the two")
 
 
-def _refusal(known: Family, kind: str, key: str, value: object) -> ConfigError:
+def _refusal(known: FamilyKeys, kind: str, key: str, value: object) -> ConfigError:
     near = suggest(key, sorted(known.keys | known.optional))
     remedy = f"did you mean '{near}'?" if near else f"remove it, or see the {kind} config of transformers"
     if key in known.legacy & _LEGACY_ROPE:  # a stage changes a config whose names are those of today
@@ -167,7 +167,7 @@ def _refusal(known: Family, kind: str, key: str, value: object) -> ConfigError:
     return ConfigError(f"model.config.{key}", value, why=f"{kind} has no such key", remedy=remedy)
 
 
-def _unknown(known: Family, config: Mapping[str, Any], *, legacy: bool = True) -> list[str]:
+def _unknown(known: FamilyKeys, config: Mapping[str, Any], *, legacy: bool = True) -> list[str]:
     others = known.legacy if legacy else frozenset[str]()
     strange = [key for key in config if key not in known.keys and key not in others]
     return [key for key in strange if key not in known.optional] if strange else []

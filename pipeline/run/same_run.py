@@ -41,7 +41,8 @@ def refuse_before_start(run: ResolvedRun) -> None:
     after the first, and checkpoints in an object store.
 
     Raises:
-        CheckpointError, ConfigError: as `refuse_checkpoints`.
+        CheckpointError: The newest checkpoint has other fields.
+        ConfigError: The run may not resume, or its checkpoint is beyond `run.steps`.
     """
     section = run.config.run
     if is_url(section.dir):
