@@ -150,8 +150,13 @@ def key_problems(config: Mapping[str, Any], *, legacy: bool = True) -> Iterator[
             why = f"{stored}, the same key of {kind} under another name, is {config[stored]!r}"
             yield ConfigError(f"model.config.{key}", config[key], why=why, remedy="remove one of the two")
     now = config.get("rope_parameters")
-    before = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
-    for key, value in before.items() if isinstance(now, dict) and "rope_theta" in known.legacy else ():
+    if isinstance(now, dict) and "rope_theta" in known.legacy:
+        yield from _two_ropes(config, now)
+
+
+def _two_ropes(config: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields the values under old names of RoPE that `rope_parameters` contradicts."""
+    for key, value in {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}.items():
         if value is not None and key != "type" and now.get(key, value) != value:
             why = f"model.config.rope_parameters, which transformers reads first, has {key} {now[key]!r}"
             name = key if key in config else f"rope_scaling.{key}"
