@@ -207,10 +207,6 @@ def test_a_run_begun_under_older_defaults_goes_on_with_the_words_that_the_refusa
     refuse_other_curve(Saved(older), now(*printed[1::2]), allowed=[])
 
 
-class RanksStartedError(Exception):
-    """Raised in place of starting ranks."""
-
-
 def test_another_run_is_refused_before_ranks_are_started(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +216,7 @@ def test_another_run_is_refused_before_ranks_are_started(
     launch("train.py", path, "run.steps=5", "evaluation.samples=0")
 
     def started(*_words: object, **_options: object) -> None:
-        raise RanksStartedError
+        raise InterruptedError  # in place of starting ranks
 
     monkeypatch.setattr("pipeline.runtime.launch.arguments.supervise", started)
     parser = argparse.ArgumentParser()
@@ -230,12 +226,12 @@ def test_another_run_is_refused_before_ranks_are_started(
         words = [word for each in ("run.steps=5", *sets) for word in ("--set", each)]
         train.run(parser.parse_args(["--config", str(path), "--nproc", "2", *words]))
 
-    with pytest.raises(RanksStartedError):
+    with pytest.raises(InterruptedError):
         resume("evaluation.samples=0")
     with pytest.raises(CheckpointError, match=r"optimizer\.params\.lr: was 0\.003, now 0\.001") as refused:
         resume("optimizer.params.lr=0.001")
     for words in (re.findall(r"--set (\S+)\)", str(refused.value)), ['run.allow_change=["optimizer.params.lr"]']):
-        with pytest.raises(RanksStartedError):
+        with pytest.raises(InterruptedError):
             resume("optimizer.params.lr=0.001", *words)
     with pytest.raises(CheckpointError, match=r"run\.seed: was 7, now 8"):
         resume("run.seed=8", 'run.allow_change=["run.seed"]')

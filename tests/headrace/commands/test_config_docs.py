@@ -186,8 +186,7 @@ def test_a_name_of_another_tool_is_explained_by_the_key_here_or_by_why_there_is_
 
 
 def test_a_name_within_a_section_or_with_a_dash_is_explained_too() -> None:
-    assert lines_of("training.max-steps")[1] == "  here     use run.steps"
-    assert lines_of("model.dtype")[1].startswith("  here     use bf16.enabled = true; ")
+    assert lines_of("training.max-steps")[1:] == lines_of("max_steps")[1:]
 
 
 def test_a_key_that_is_only_near_by_spelling_is_called_so() -> None:
