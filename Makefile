@@ -10,7 +10,7 @@ TESTS ?= not integration and not sweep
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo guard test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-scale sweep-image sweep-tests gpu-check check clean help
+.PHONY: demo guard test test-integration sweep-parity sweep-families sweep-faults sweep-gpu sweep-compress sweep-cluster sweep-islands sweep-buckets sweep-mutations sweep-scale sweep-image sweep-tests gpu-check wheelhouse check clean help
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ - /'
@@ -83,6 +83,10 @@ sweep-image: $(READY)  ## every line of the CPU image in a bare Debian, then dat
 gpu-check: GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 gpu-check:  ## on a machine with a GPU, ten minutes: GPU tests and speed, into docs/performance.md (PYTHON=, WHEELS=, ARGS=)
 	$(GPU_PYTHON) -m benchmarks.gpu --page docs/performance.md $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+WHEELHOUSE ?= out/wheelhouse
+wheelhouse:  ## headrace and all it needs as wheels, for machines without a network (docs/how-to/install.md); EXTRAS=[clean,ray]
+	$(PYTHON) -m pip wheel --constraint constraints.txt --wheel-dir $(WHEELHOUSE) $(WHEEL_OPTIONS) '.$(EXTRAS)'
 
 clean:  ## remove what the demo and the tests made; the environment stays
 	rm -rf out/demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -101,17 +101,25 @@ def parts_of(path: str) -> tuple[str, ...]:
     return tuple(word for word in words if word and not word.isdigit())
 
 
-def example_file(key: Key) -> str:
-    """A config with an example of one key, on one line."""
+def example_file(key: Key, kind: str) -> str:
+    """A config with an example of one key, on one line, and of the keys that its section requires beside it."""
     value: Any = key.example
-    for name in reversed(re.findall(r"\[[^\]]*\]|[^.\[\]]+", key.path)):
+    names = re.findall(r"\[[^\]]*\]|[^.\[\]]+", key.path)
+    place = key.path
+    for number, name in reversed(list(enumerate(names))):
+        place = place.removesuffix(name).removesuffix(".")
         if not name.startswith("["):
-            value = {name: value}
+            value = {**(_required(kind, place) if number else {}), name: value}
         elif name != "[]":
-            value = [{"step": name[1:-1], **value}]
+            value = [{"step": name[1:-1]} | {name: each for name, each in value.items() if name != "step"}]
         else:
             value = [value]
     return json.dumps(value, ensure_ascii=False)
+
+
+def _required(kind: str, section: str) -> dict[str, Any]:
+    beside = {key.path.removeprefix(f"{section}."): key for key in keys(kind) if key.path.startswith(f"{section}.")}
+    return {name: key.example for name, key in beside.items() if key.required and name.isidentifier()}
 
 
 def complete_override(kind: str) -> Callable[[str], list[str]]:

@@ -28,6 +28,8 @@ ConfigTree = dict[str, Any]
 """A config or one of its sections: nested, untyped, as read from its file and `--set`."""
 
 SUFFIXES = (".json", ".jsonc", ".json5", ".yaml", ".yml")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""First bytes of a text in UTF-16, such as PowerShell writes."""
 _YAML, _TOML = (".yaml", ".yml"), ".toml"
 
 
@@ -110,7 +112,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> ConfigTree:
 
 def _parse(path: Path) -> ConfigTree:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        if data.startswith(_UTF16):
+            remedy = f"iconv -f UTF-16 -t UTF-8 {path} > utf8-{path.name}, and give that file"
+            raise ConfigError("--config", str(path), why="it is text in UTF-16, not in UTF-8", remedy=remedy)
+        text = data.decode("utf-8-sig")
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES) if path.parent.is_dir() else []
         remedy = (
@@ -143,9 +149,22 @@ def _parse_json(text: str, path: Path) -> Any:
         return _refuse_size("JSON", path, error)
     except ValueError as error:
         found = re.search(r":(\d+) (.*) at column (\d+)", str(error), re.DOTALL)
+    if _is_yaml(text):
+        remedy = f"mv {path} {path.with_suffix('.yaml')}, and give that file"
+        raise ConfigError("--config", str(path), why="it is YAML under a name of JSON", remedy=remedy)
     if found and (int(found[1]), int(found[3])) > (plain.lineno, plain.colno):  # json stopped at valid JSON5
         return _refuse_syntax("JSON", path, f"{found[2][0].lower()}{found[2][1:]}", int(found[1]), int(found[3]))
     return _refuse_syntax("JSON", path, plain.msg, plain.lineno, plain.colno)
+
+
+def _is_yaml(text: str) -> bool:
+    """Whether a text that is no JSON is an object in YAML, in lines of its own as JSON would not have them."""
+    import yaml  # noqa: PLC0415
+
+    try:
+        return not text.lstrip().startswith(("{", "[")) and isinstance(yaml.safe_load(text), dict)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
 
 
 def _parse_yaml(text: str, path: Path) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from foundation.directory import MANIFEST, Manifest, fingerprint_of, staged
 from foundation.errors import DataError
 from foundation.foreign_folders import leads_out
+from foundation.model_names import offline_remedy
 from foundation.paths import is_store_url
 from foundation.remote_directory import (
     cached,
@@ -22,8 +23,9 @@ from foundation.remote_directory import (
     require_room,
 )
 from foundation.remote_run import CHECKPOINTS, local_run
-from foundation.storage import Stat, objects_below
+from foundation.storage import Stat, StorageError, objects_below
 
+_TRY = "\n  try: "
 _TEMPLATES = "additional_chat_templates/"
 _GROWING = {"run": "headrace export {url} OUT", "tokens": "headrace copy {url} DIR"}
 """Kind of directory that is not read as a folder -> the command to use instead."""
@@ -68,7 +70,13 @@ def local_directory(url: str) -> Path:
 
 @cache
 def _copied(url: str) -> Path:
-    found = objects_below(url)
+    try:
+        found = objects_below(url)
+    except StorageError as error:
+        name = url.partition("hf://")[2]
+        if not name:
+            raise
+        raise StorageError(f"{str(error).partition(_TRY)[0]}{_TRY}{offline_remedy(name)}") from None
     if MANIFEST not in found:
         return _plain(url, found)
     text, manifest = read_remote_manifest(url)

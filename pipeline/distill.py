@@ -8,7 +8,9 @@ from foundation.cli import guarded, leave
 from foundation.errors import ConfigError
 from foundation.quick_imports import quick_imports
 from pipeline.config.rules.resolve import ResolvedRun
+from pipeline.config.sections.run import Config
 from pipeline.run.distillation.control import SUFFIX, comparison, control_of
+from pipeline.run.same_run import refuse_before_start
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.arguments import add_arguments as add_run_arguments
@@ -32,9 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--control", action="store_true", help=text)
 
 
+def _unchanged(config: Config) -> Config:
+    return config
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Distils the student, or trains the control; returns the exit code."""
-    resolved = resolve_run(arguments, change=control_of) if arguments.control else resolve_run(arguments)
+    change = control_of if arguments.control else _unchanged
+    resolved = resolve_run(arguments, change=change, check=refuse_before_start)
     if resolved.config.distill is None and not arguments.control:
         remedy = 'add "distill": {"teacher": "out/models/teacher"}, or use pipeline/train.py'
         raise ConfigError("distill", why="the config has no teacher", remedy=remedy)

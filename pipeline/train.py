@@ -7,6 +7,7 @@ import argparse
 from foundation.cli import guarded, leave
 from foundation.errors import ConfigError
 from foundation.quick_imports import quick_imports
+from pipeline.run.same_run import refuse_before_start
 from pipeline.runtime.faults.stop_signals import StopSignals
 from pipeline.runtime.launch import detect
 from pipeline.runtime.launch.arguments import add_arguments, parse_arguments, resolve_run
@@ -21,7 +22,7 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains the model; returns the exit code."""
-    resolved = resolve_run(arguments)
+    resolved = resolve_run(arguments, check=refuse_before_start)
     if resolved.config.distill is not None:
         remedy = "start pipeline/distill.py with this config, or remove the section"
         raise ConfigError("distill", why="train.py has no teacher", remedy=remedy)

@@ -107,12 +107,23 @@ class ChatEncoder:
 
     def learns_to_stop(self, *, append_eos: bool) -> bool:
         """Whether a token that ends the assistant's turn counts in the loss, in a conversation of two turns."""
-        turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        try:
-            encoded = self.encode(conversation_line([*turn, *turn]), everything=False)
-        except ConversationError:  # the template only takes other conversations
+        encoded = self._two_turns()
+        if encoded is None:
             return True
         return (append_eos and encoded.end_learnt) or bool(np.isin(encoded.ids[encoded.mask == 1], self._special).any())
+
+    def writes_end(self, eos: int) -> bool:
+        """Whether the template ends a conversation with EOS; `without` leaves it out where every document gets one."""
+        encoded = self._two_turns()
+        return encoded is not None and encoded.ids[: len(encoded.ids) - encoded.blanks][-1:].tolist() == [eos]
+
+    def _two_turns(self) -> EncodedConversation | None:
+        """Encodes a conversation of two turns; None where the template only takes other conversations."""
+        turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            return self.encode(conversation_line([*turn, *turn]), everything=False)
+        except ConversationError:
+            return None
 
 
 @cache

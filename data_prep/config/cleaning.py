@@ -246,9 +246,13 @@ class UrlBlocklistSection(StepSection):
         description='paths of files with one blocked domain per line, e.g. ["domains.txt"]; subdomains are blocked too',
     )
     urls: list[LocalPath] = Field(
-        [], description="paths of files with one blocked URL per line; scheme, fragment and final slash do not matter"
+        [],
+        description='paths of files with one blocked URL per line, e.g. ["urls.txt"]; scheme, fragment and final slash '
+        "do not matter",
     )
-    words: list[LocalPath] = Field([], description="paths of files with one word per line that must not occur in a URL")
+    words: list[LocalPath] = Field(
+        [], description='paths of files with one word per line that must not occur in a URL, e.g. ["words.txt"]'
+    )
     missing: Literal["keep", "drop"] = Field(
         "keep", description='what to do with a record without a URL: "keep" or "drop"'
     )
@@ -310,8 +314,8 @@ class DatatroveSection(StepSection):
     metadata: list[str] = Field([], description='fields of the record that the filter reads, e.g. ["url"]')
     reads: list[LocalPath] = Field(
         [],
-        description="paths of files that the filter reads; their contents become part of the job's identity, so that a "
-        "change is detected",
+        description='paths of files that the filter reads, e.g. ["list.txt"]; their contents become part of the '
+        "job's identity, so that a change is detected",
     )
 
     def files(self) -> list[str]:

@@ -153,7 +153,9 @@ class TokenizerSection(Section):
         None, description='kind to train: "bpe" (byte-level), "sentencepiece-unigram" or "sentencepiece-bpe"'
     )
     path: PathOrUrl | None = Field(
-        None, description="existing tokenizer to use: a Hugging Face tokenizer folder or a sentencepiece .model file"
+        None,
+        description="existing tokenizer to use: a Hugging Face tokenizer folder, e.g. base, or a sentencepiece .model "
+        "file",
     )
     engine: EngineChoice = Field(
         "auto",
@@ -182,7 +184,9 @@ class TokenizerSection(Section):
         description='beginning-of-sequence token of a trained tokenizer, e.g. "<s>"; for prepend_bos; null: none',
     )
     chat_template: LocalPath | None = Field(
-        None, description="path of a Jinja chat template file; null: the one of the given tokenizer, if it has one"
+        None,
+        description="path of a Jinja chat template file, e.g. chat.jinja; null: the one of the given tokenizer, if it "
+        "has one",
     )
     date: str | None = Field(
         None,

@@ -53,7 +53,7 @@ def open_ray(root: Path, *, workers: int | None, address: str | None) -> Iterato
     try:
         import ray  # noqa: PLC0415
     except ImportError as error:
-        why, remedy = f"Ray is not installed here ({error})", 'pip install "headrace[ray]", here and on the workers'
+        why, remedy = f"Ray is not installed here ({error})", "pip install ray, here and on the workers"
         raise ConfigError("--executor", "ray", why=why, remedy=remedy) from None
     _connect(ray, workers, address or os.environ.get("RAY_ADDRESS"))
     try:

@@ -47,7 +47,7 @@ def open_spark(root: Path, *, workers: int | None, address: str | None) -> Itera
     try:
         import pyspark  # noqa: PLC0415
     except ImportError as error:
-        why, remedy = f"Spark is not installed here ({error})", 'pip install "headrace[spark]", and Java 17 or newer'
+        why, remedy = f"Spark is not installed here ({error})", "pip install pyspark, and Java 17 or newer"
         raise ConfigError("--executor", "spark", why=why, remedy=remedy) from None
     warnings.filterwarnings("ignore", module="pyspark")  # about versions of unused libraries
     context = _start(pyspark, workers, address)

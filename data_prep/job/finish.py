@@ -146,10 +146,11 @@ def is_finished(job: Job, identity: dict[str, Any], *, files: Mapping[tuple[str,
     found += [] if manifest.details.get("cleaning") == identity["cleaning"] else ["cleaning"]
     found += changed_fields(identity["config"], manifest.config)
     if found:
+        remedy = f"remove {output}" if job.url is not None else f"rm -r {output} to make it anew"
         changes = describe_changes(made_from, files) if "inputs" in found else ""
         raise DataError(
             f"{output} exists, and was made differently: {', '.join(found)}{changes}\n"
-            "  try: remove it, or another output"
+            f"  try: {remedy}, or --set output=... to keep both"
         )
     return True
 

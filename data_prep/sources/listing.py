@@ -269,7 +269,17 @@ def _infer(names: list[str], source: Source, at: str) -> SourceType:
         return "jsonl"
     if source.include and not counts:
         return "text"
+    if names and all(name.endswith((".csv", ".tsv")) for name in names):
+        raise _table_type(at, source, tabs=names[0].endswith(".tsv"))
     raise _ambiguous_type(at, ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or _census(names))
+
+
+def _table_type(at: str, source: Source, *, tabs: bool) -> ConfigError:
+    kwargs = {"data_files": source.path, **({"sep": "\t"} if tabs else {})}
+    builder = {"type": "datasets", "builder": "csv", "kwargs": kwargs}
+    instead = {**builder, "split": "train", "text_field": source.text_field}
+    why, remedy = "tables of comma- or tab-separated values are read by the library datasets", json.dumps(instead)
+    return ConfigError(at, source.path, why=why, remedy=f"{remedy}, with the column of the text as text_field")
 
 
 def _ambiguous_type(at: str, found: str) -> ConfigError:

@@ -21,6 +21,10 @@ _NO_END = (
     "no token that ends the assistant's turn counts in the loss, so a model does not learn to stop: put the end of "
     "turn, a special token, at the end of the chat template's {% generation %} block, or set append_eos to true"
 )
+_ONE_END = (
+    "the chat template ends a conversation with the end-of-document token, and append_eos does so, too: one of the two "
+    "is written, as at the end of any other document"
+)
 _FOLDER, _PIECES, _LINES = "tokenizer", "pieces.json", "lines.json"
 
 
@@ -69,6 +73,9 @@ class TokenizerTask(DirectoryTask):
             chat = encoder.open_chat_encoder(folder, parse_special_tokens=special, date=section.date)
             if not chat.learns_to_stop(append_eos=policy.append_eos):
                 lines.append(_NO_END)
+            eos = load.special_ids(folder, load.load(folder))["eos_id"] if policy.append_eos else None
+            if eos is not None and chat.writes_end(eos):
+                lines.append(_ONE_END)
         load.check_usable(folder, policy)
         if any(source.messages_field is None for source in self.config.sources):
             lines += load.missing_bos(folder, policy)

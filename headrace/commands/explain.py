@@ -12,6 +12,8 @@ from foundation.json_schema import NO_DEFAULT, Key, as_json
 from foundation.paths import FOLDER
 from foundation.section import suggest
 
+_FREE = "model.config."
+"""Beginning of a path within an object whose keys are the model family's."""
 _TEXT = """\
 Explains a config key: what it means, its type, its default and an example.
 
@@ -58,12 +60,29 @@ def lines_of(path: str) -> list[str]:
         return list(_overview())
     asked = parts_of(path)
     found = [(kind, key) for kind in KINDS for key in keys(kind) if parts_of(key.path) == asked]
+    exact = any(kind == "run" for kind, _ in found)
     if not found:  # the last names of a path are enough
         found = [(kind, key) for kind in KINDS for key in keys(kind) if parts_of(key.path)[-len(asked) :] == asked]
-    if not found:
-        return list(_free_or_refused(path, asked))
+    elsewhere = [] if exact else list(_elsewhere(path, {key.path for _, key in found}))
     blocks = [list(_section(kind, key) if key.is_section else _one(kind, key)) for kind, key in found]
+    blocks = [*([elsewhere] if elsewhere else []), *blocks]
+    if not blocks:
+        return list(_free_or_refused(path, asked))
     return [line for number, block in enumerate(blocks) for line in ([""] if number else []) + block]
+
+
+def _elsewhere(path: str, shown: set[str]) -> Iterator[str]:
+    """Explains another tool's name of a key; nothing if it is unknown, or if our key is among those that are shown."""
+    from pipeline.config.foreign_names import find_name  # noqa: PLC0415
+
+    found = find_name(path)
+    if found is None or path.startswith(_FREE) or path in _refused() or shown & {*found.ours}:
+        return
+    yield f"{path}  (a name of other tools, for {KINDS['run'].what})"
+    yield from [f"  {found.why}", f"  instead  {found.remedy()}"] if found.no else [f"  here     {found.remedy()}"]
+    for key in keys("run"):
+        if key.path in found.ours:
+            yield from ["", *_one("run", key)]
 
 
 def _overview() -> Iterator[str]:
@@ -85,7 +104,7 @@ def _one(kind: str, key: Key) -> Iterator[str]:
     yield from ([f"  {key.description}"] if key.description else [])
     yield f"  type     {key.wanted}"
     yield from ([f"  default  {default}"] if default else [])
-    yield f"  example  {example_file(key)}"
+    yield f"  example  {example_file(key, kind)}"
     yield f"  read by  {KINDS[kind].used_by}"
 
 
@@ -103,9 +122,7 @@ def _section(kind: str, section: Key) -> Iterator[str]:
 
 def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
     """Explains keys within free objects and DeepSpeed keys that runs ignore; refuses unknown keys."""
-    from pipeline.config.deepspeed.keys import REFUSED, REFUSED_ZERO  # noqa: PLC0415
-
-    refused = REFUSED | {f"zero_optimization.{name}": remedy for name, remedy in REFUSED_ZERO.items()}
+    refused = _refused()
     if path in refused:
         yield f"{path}  (in {KINDS['run'].what})"
         yield f"  a key of DeepSpeed that headrace does not run: {refused[path]}"
@@ -116,13 +133,25 @@ def _free_or_refused(path: str, asked: tuple[str, ...]) -> Iterator[str]:
                 yield from _one(kind, key)
                 yield f"  {asked[-1]} is a key of this object"
                 return
-    raise ConfigError("KEY", path, why="there is no such key", remedy=_nearest(path))
+    why = "there is no such key, and no name of another tool's that is known here"
+    raise ConfigError("KEY", path, why=why, remedy=_nearest(path))
+
+
+def _refused() -> dict[str, str]:
+    from pipeline.config.deepspeed.keys import REFUSED, REFUSED_ZERO  # noqa: PLC0415
+
+    return REFUSED | {f"zero_optimization.{name}": remedy for name, remedy in REFUSED_ZERO.items()}
 
 
 def _nearest(path: str) -> str:
+    from pipeline.config.foreign_names import foreign_names  # noqa: PLC0415
+
     paths = [key.path for kind in KINDS for key in keys(kind)]
     by_name = {parts_of(each)[-1]: each for each in reversed(paths)}
     name = suggest((parts_of(path) or (path,))[-1], list(by_name))
     near = [suggest(path, paths), by_name[name] if name else None]
-    found = next((each for each in (near if "." in path else reversed(near)) if each), None)
-    return f"did you mean '{found}'?" if found else "headrace explain, without a key, lists the sections"
+    ordered = [*(near if "." in path else reversed(near)), suggest(path, list(foreign_names()))]
+    found = next((each for each in ordered if each), None)
+    if found is None:
+        return "headrace explain, without a key, lists the sections"
+    return f"did you mean '{found}'? It is the nearest by spelling"

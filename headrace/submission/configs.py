@@ -6,6 +6,7 @@ config, or a compress config whose model is a run.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,17 @@ from typing import Any
 
 from foundation import configfile
 from foundation.errors import ConfigError
+from foundation.paths import is_url
 from foundation.remote_run import working_directory
 
 VERBS = {"prune": ["prune"], "quantize": ["quantize"], "compress": ["compress", "run"]}
 """Kind of a config -> the verb of `python -m pipeline` that runs it in one process."""
+_INPUTS = {
+    "corpus": ("sources.path", "tokenizer.path"),
+    "run": ("model.path", "data.sources.path", "data.sources.heldout"),
+}
+"""Kind of a config -> keys with the paths that it reads."""
+_MODEL_INPUTS = ("model", "data.path")
 _TITLES = {"corpus": "data", "run": "train"}
 
 
@@ -101,6 +109,13 @@ def before(stage: Given, others: Sequence[Given]) -> list[Given]:
     return [other for other in others if any(path.is_relative_to(other.makes.absolute()) for path in named)]
 
 
+def absent_inputs(given: Given) -> list[str]:
+    """The paths and globs that a config reads and that match nothing on this machine; URLs are left out."""
+    texts = (text for key in _INPUTS.get(given.kind, _MODEL_INPUTS) for text in _texts_at(given.raw, key.split(".")))
+    local = (text for text in texts if not is_url(text))
+    return [text for text in local if not glob.glob(text, recursive=True)]  # noqa: PTH207  it may be absolute
+
+
 @dataclass(frozen=True)
 class Element:
     """One element of a sweep: its values, as `--set` texts, and its run directory."""
@@ -177,6 +192,16 @@ def _check_model_is_exported(given: Given, others: Sequence[Given]) -> None:
         section = '"prune": {...}' if given.kind == "prune" else '"quantize": {"NAME": {"scheme": ...}}'
         remedy = f'write a compress config, which exports it first: {{"model": ..., "output": ..., {section}}}'
         raise ConfigError(f"{given.file}: model", model, why=why, remedy=remedy)
+
+
+def _texts_at(value: Any, keys: Sequence[str]) -> Iterator[str]:
+    """All texts under a path of keys; a list on the way stands for each of its items."""
+    if isinstance(value, list):
+        yield from (text for each in value for text in _texts_at(each, keys))
+    elif not keys:
+        yield from _texts(value)
+    elif isinstance(value, Mapping):
+        yield from _texts_at(value.get(keys[0]), keys[1:])
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -54,16 +54,17 @@ class StageSettings(Section):
     account: str | None = Field(default=None, description="Account that is charged, e.g. lab-llm")
     qos: str | None = Field(default=None, description="Quality of service, e.g. long")
     time: str | None = Field(
-        default=None, description="Time limit as sbatch takes it, e.g. 24:00:00 or 2-00:00:00; null: that of the script"
+        default=None,
+        description='Time limit as sbatch takes it, e.g. "24:00:00"; null: that of the script',
     )
-    memory: str | None = Field(default=None, description="Memory of a job on each node, e.g. 200G or 0 for all of it")
+    memory: str | None = Field(default=None, description='Memory of a job on each node, e.g. "200G", or "0": all')
     gpus: Count | None = Field(
         default=None, description="GPUs of a node, each with one process of training, e.g. 8; null: CPU"
     )
     cpus: Count | None = Field(default=None, description="Cores of each process (--cpus-per-task), e.g. 12")
     device_memory: MemorySize | None = Field(
         default=None,
-        description="Memory of one GPU, e.g. 80GB: a config that needs more is not submitted",
+        description='Memory of one GPU, e.g. "80GB": a config that needs more is not submitted',
     )
     extra: list[Option] = Field(
         default=[], description='Further options of sbatch, one each, e.g. ["--constraint=h100", "--exclusive"]'

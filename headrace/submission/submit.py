@@ -15,7 +15,7 @@ from foundation.section import parse
 from foundation.shipped import SHARE
 from foundation.slurm import cancel_jobs, submit_job
 from headrace.submission import snapshot, validate
-from headrace.submission.configs import Element, Given, before, read_configs
+from headrace.submission.configs import Element, Given, absent_inputs, before, read_configs
 from headrace.submission.request import Request, nodes_of, sweep_of, tasks_of
 from headrace.submission.site import SiteConfig, load_site
 from headrace.submission.stages import CommonSettings, Stage, settings_for, stages_of
@@ -73,20 +73,30 @@ def _validate(
     for number, given in enumerate(configs):
         waits = [each for each in before(given, configs[:number]) if each not in done]
         own = list(request.overrides) if given.kind == "run" or len(configs) == 1 else []
+        left = "another stage makes what it reads" if waits else _draft(given, request, say=say)
         if given.kind == "corpus":
-            if validate.check_corpus(given, own):
+            if validate.check_corpus(given, own, alone=not left):
                 say(f"{given.name}: {given.makes} is there already, made with this config")
                 done.append(given)
         elif given.kind == "run":
             processes = nodes[given.number - 1] * tasks
             memory = settings_for("run", site).device_memory
-            lines = validate.check_training(
-                given, own, processes=processes, memory=memory, sweep=sweep, alone=not waits
-            )
+            lines = validate.check_training(given, own, processes=processes, memory=memory, sweep=sweep, left=left)
             say("\n".join([f"{given.name}: {given.file}, {processes} processes", *lines]))
         else:
-            validate.check_model_stage(given, alone=not waits)
+            validate.check_model_stage(given, alone=not left)
     return done
+
+
+def _draft(given: Given, request: Request, *, say: Say) -> str:
+    """Returns why a config is only drafted: its inputs are on another machine; "" if it is checked with them."""
+    absent = absent_inputs(given) if request.dry_run else []
+    if not absent:
+        return ""
+    why = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
+    if given.kind != "run":
+        say(f"{given.name}: {given.file} is checked alone, and with what it reads at the start of the job: {why}")
+    return why
 
 
 def _submit(stages: Sequence[Stage], plan: CommonSettings, request: Request, *, site_file: Path, say: Say) -> None:

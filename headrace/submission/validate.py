@@ -18,13 +18,13 @@ from headrace.submission.site import StageSettings
 
 
 def check_training(
-    given: Given, overrides: Sequence[str], *, processes: int, memory: str | None, sweep: Sequence[Element], alone: bool
+    given: Given, overrides: Sequence[str], *, processes: int, memory: str | None, sweep: Sequence[Element], left: str
 ) -> list[str]:
     """Runs `headrace check` on a training config and every element of its sweep, for the number of processes.
 
     Args:
         memory: memory of a GPU, e.g. 80GB; a config whose ranks need more is refused. None for no check.
-        alone: whether the config's inputs exist, rather than being made by another stage.
+        left: why the config's inputs are not here, and are checked when the job starts; "" if they are.
 
     Returns:
         the lines of the summary.
@@ -44,21 +44,20 @@ def check_training(
     for number, values in enumerate([each.overrides for each in sweep] or [[]]):
         words = [*overrides, *values]
         # elements differ only in values: data and model are checked once
-        rules_only = ["--rules-only"] if not alone or number > 0 else []
+        rules_only = ["--rules-only"] if left or number > 0 else []
         entries = check.summary(read_config(given.file, words), parser.parse_args([*options, *rules_only]))
         lines = lines or [f"{entry.label:>14}  {entry.text}" for entry in entries]
         for entry in entries:
             if entry.label == "memory fit" and not entry.values["fits"]:
                 why, remedy = f"a rank {entry.text}", "more nodes, a smaller micro-batch, or another layout"
                 raise ConfigError("device_memory", memory, why=why, remedy=remedy)
-    if not alone:
-        text = "data, model and memory are checked at the start of the job: another stage makes what it reads"
-        lines.append(f"{'left':>14}  {text}")
+    if left:
+        lines.append(f"{'left':>14}  data, model and memory are checked at the start of the job: {left}")
     return lines
 
 
-def check_corpus(given: Given, overrides: Sequence[str]) -> bool:
-    """Checks a corpus config and its inputs; returns whether its output already exists.
+def check_corpus(given: Given, overrides: Sequence[str], *, alone: bool) -> bool:
+    """Checks a corpus config and, if they are `alone`, its inputs; returns whether its output already exists.
 
     Raises:
         ConfigError, DataError: the job would be refused.
@@ -66,7 +65,8 @@ def check_corpus(given: Given, overrides: Sequence[str]) -> bool:
     from data_prep.config.corpus import load  # noqa: PLC0415
     from data_prep.job import prepare  # noqa: PLC0415
 
-    return prepare.output_is_complete(prepare.inspect(load(given.file, list(overrides))))
+    config = load(given.file, list(overrides))
+    return alone and prepare.output_is_complete(prepare.inspect(config))
 
 
 def check_model_stage(given: Given, *, alone: bool) -> None:

@@ -9,40 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import ConfigError
+from pipeline.config.foreign_names import same_key
 from pipeline.config.sections.run import Config
 
 _FEW = 10
 BASE = "ds_configs/zero3.json"
 """The shipped config on which a remedy builds."""
-
-
-def _names(ours: str, *theirs: str) -> dict[str, str]:
-    return dict.fromkeys(theirs, ours)
-
-
-NAMES: dict[str, str] = {
-    **_names("parallel.pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
-    **_names("parallel.pp", "pipe_parallel_size", "pp_size", "pp_degree"),
-    **_names("parallel.tp", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
-    **_names("parallel.tp", "model_parallel_size", "tp_size", "tp_degree"),
-    **_names("parallel.cp", "context_parallel_size", "context_parallel_degree", "cp_size"),
-    **_names("train_micro_batch_size_per_gpu", "micro_batch_size", "per_device_train_batch_size", "local_batch_size"),
-    **_names("train_micro_batch_size_per_gpu", "device_train_microbatch_size", "batch_size_per_device"),
-    **_names("train_batch_size", "global_batch_size", "global_train_batch_size"),
-    **_names("gradient_accumulation_steps", "batch_accumulation_per_replica"),
-    **_names("gradient_clipping", "max_grad_norm", "clip_grad", "gradient_clip_val", "grad_clip"),
-    **_names("optimizer.params.lr", "learning_rate", "lr"),
-    **_names("optimizer.params.weight_decay", "weight_decay"),
-    **_names("data.sequence_length", "seq_length", "seq_len", "sequence_len", "sequence_length", "max_seq_length"),
-    **_names("data.sequence_length", "max_seq_len", "cutoff_len", "max_sequence_length"),
-    **_names("run.steps", "max_steps", "train_iters", "train_steps", "max_train_steps"),
-    **_names("run.seed", "seed"),
-    **_names("run.dir", "output_dir", "save_folder"),
-    **_names("run.checkpoint_every", "save_steps", "checkpoint_interval", "checkpoint_factor", "save_interval"),
-    **_names("run.keep_checkpoints", "save_total_limit"),
-    **_names("evaluation.every", "eval_steps", "eval_interval"),
-}
-"""Another tool's name for a key (`_` for `-`) -> the key here. Values have the same meaning."""
+_CARRIED = (
+    *("parallel.pp", "parallel.tp", "parallel.cp", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    *("gradient_accumulation_steps", "gradient_clipping", "optimizer.params.lr", "optimizer.params.weight_decay"),
+    *("data.sequence_length", "run.steps", "run.seed", "run.dir", "run.checkpoint_every", "run.keep_checkpoints"),
+    "evaluation.every",
+)
+"""Keys whose values a remedy carries over from another tool's file."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +87,13 @@ def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
     raise ConfigError("--config", path, why=why, remedy=tool.instead or _conversion_remedy(raw))
 
 
-def known_elsewhere(key: str, value: object) -> ConfigError | None:
-    """Returns the refusal of a top-level key that is other tools' name for one of ours; None for any other key."""
-    ours = NAMES.get(_plain(key))
-    if ours is None:
-        return None
-    why = "there is no such key; other tools have it"
-    return ConfigError(key, value, why=why, remedy=f"use {ours} = {json.dumps(value, default=str)}")
-
-
 def _conversion_remedy(raw: Mapping[str, Any]) -> str:
     """Returns a remedy: a command line with the values under our keys, after any DeepSpeed file named in the config."""
     found: dict[str, object] = {}
     deepspeed = ""
     for key, value in _leaves(raw):
-        ours = NAMES.get(_plain(key))
-        if ours and ours not in found and _is_plain(value):
+        ours = same_key(key)
+        if ours in _CARRIED and ours not in found and _is_plain(value):
             found[ours] = value
         if key in ("deepspeed", "deepspeed_config_file") and isinstance(value, str):
             deepspeed = value

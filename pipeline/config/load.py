@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from foundation import configfile
-from foundation.errors import ConfigError, refuse_all
-from foundation.section import parse, problems_of
+from foundation.errors import ConfigError, problems_in, refuse_all
+from foundation.section import parse
 from pipeline.config.deepspeed.auto import with_optimizer
 from pipeline.config.deepspeed.defaults import differences
 from pipeline.config.deepspeed.file import translate
+from pipeline.config.family_keys import as_read
 from pipeline.config.foreign_files import refuse_foreign
+from pipeline.config.foreign_names import with_foreign_name
 from pipeline.config.sections.run import Config
 
 _CORPUS_KEYS = frozenset({"sources", "output", "tokenizer"})
@@ -66,11 +68,27 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         why = "it has sources, output and tokenizer: it is a corpus config of data prep"
         raise ConfigError("--config", str(path), why=why, remedy=f"headrace prep --config {path}")
     refuse_foreign(raw, str(path))
+    raw, unused = _without_unread(raw)
     translated = translate(with_optimizer(raw))
-    if translated.refused:
-        refuse_all([*translated.refused, *problems_of(Config, translated.raw)])
-    config = parse(Config, translated.raw)
-    return LoadedConfig(config, translated.ignored, translated.auto, tuple(differences(config, raw, translated.raw)))
+    try:
+        config = parse(Config, translated.raw)
+    except ConfigError as error:
+        refuse_all([*translated.refused, *map(with_foreign_name, problems_in(error))])
+        raise
+    refuse_all(translated.refused)
+    return LoadedConfig(
+        config, (*unused, *translated.ignored), translated.auto, tuple(differences(config, raw, translated.raw))
+    )
+
+
+def _without_unread(raw: configfile.ConfigTree) -> tuple[configfile.ConfigTree, list[str]]:
+    """Leaves out the keys of a published config.json that its family does not read; returns their names, too."""
+    model = raw.get("model")
+    given = model.get("config") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(given, dict):
+        return raw, []
+    kept, left_out = as_read(given)
+    return {**raw, "model": {**model, "config": kept}}, [f"model.config.{key}" for key in left_out]
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

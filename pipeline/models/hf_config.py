@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError, refuse_all
 from foundation.remote_folder import local_folder
-from foundation.section import suggest
+from pipeline.config.family_keys import family, key_problems
 from pipeline.config.rules.experts import CHOSEN, EXPERTS, GROUPS
 from pipeline.config.rules.training import POSITIONS, check_model_config
 from pipeline.config.sections.run import ModelSection
@@ -77,7 +75,7 @@ def _changed(config: PretrainedConfig, changes: HfFields) -> PretrainedConfig:
     """Returns a config with other values of some keys; objects inside it are merged key by key."""
     if not changes:
         return config
-    _refuse_unknown_keys(config.model_type, changes)
+    refuse_all([*key_problems({"model_type": config.model_type, **changes}, legacy=False)])
     fields = {
         key: value for key, value in config.to_dict().items() if key not in ("model_type", "transformers_version")
     }
@@ -163,14 +161,11 @@ def _refuse_whole(section: ModelSection, kind: str) -> None:
 
 def _from_section(given: HfFields, tokenizer: HfFields, sequence_length: int) -> PretrainedConfig:
     kind = given["model_type"]
-    if kind not in CONFIG_MAPPING:
-        near = suggest(kind, list(CONFIG_MAPPING))
-        remedy = f"did you mean '{near}'?" if near else "use one that transformers knows, e.g. llama"
-        raise ConfigError("model.config.model_type", kind, why="transformers has no such architecture", remedy=remedy)
-    if "backbone_hidden_size" in known_keys(kind):
+    refuse_all([*key_problems(given)])
+    known = family(kind)
+    if known is not None and "backbone_hidden_size" in known.keys:
         why = "it drafts tokens for another model, whose hidden states it reads: it computes nothing from text alone"
         raise ConfigError("model.config.model_type", kind, why=why, remedy="use a model of text, e.g. gemma4_text")
-    _refuse_unknown_keys(kind, given)
     vocabulary = -(-tokenizer["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived = {
         "vocab_size": vocabulary,
@@ -178,7 +173,7 @@ def _from_section(given: HfFields, tokenizer: HfFields, sequence_length: int) ->
         "eos_token_id": tokenizer.get("eos_id"),
         "pad_token_id": tokenizer.get("pad_id"),
     }
-    if "max_position_embeddings" in known_keys(kind):
+    if known is not None and "max_position_embeddings" in known.keys:
         derived["max_position_embeddings"] = max(DEFAULT_POSITIONS, sequence_length)
     # an architecture may have two names for a key (GPT-2: n_positions, max_position_embeddings); the user's value wins
     aliases = CONFIG_MAPPING[kind].attribute_map
@@ -233,36 +228,11 @@ _OTHER_PARTS = ("vision", "audio", "vq_config", "encoder", "patcher")
 """Words in the names of sub-configs that do not belong to the decoder."""
 
 
-def _refuse_unknown_keys(kind: str, given: HfFields) -> None:
-    """Refuses unknown keys, and two values of one key: transformers accepts them silently and builds another model."""
-    known = known_keys(kind)
-    if not known >= given.keys():
-        known |= optional_keys(kind)
-    for key, value in given.items():
-        if key not in known:
-            near = suggest(key, sorted(known))
-            remedy = f"did you mean '{near}'?" if near else f"see the {kind} config of transformers"
-            raise ConfigError(f"model.config.{key}", value, why=f"{kind} has no such key", remedy=remedy)
-    for key, stored in CONFIG_MAPPING[kind].attribute_map.items():
-        if key in given and stored in given and given[key] != given[stored]:
-            why = f"{stored}, the same key of {kind} under another name, is {given[stored]!r}"
-            raise ConfigError(f"model.config.{key}", given[key], why=why, remedy="remove one of the two")
-
-
-def known_keys(kind: str) -> set[str]:
-    """Returns the keys that an architecture's config accepts, with aliases (`attribute_map`)."""
-    config_class = CONFIG_MAPPING[kind]
-    signature, named = inspect.signature(config_class.__init__).parameters, config_class.attribute_map
-    return {*signature, *named, *named.values(), "model_type", "per_layer_config"} - {"self", "kwargs"}
-
-
-def optional_keys(kind: str) -> set[str]:
-    """Returns the keys that a config class does not list, but layers read if present, e.g. `head_dim` in Qwen3-MoE."""
-    configuration = Path(inspect.getfile(CONFIG_MAPPING[kind]))
-    modeling = configuration.with_name(configuration.name.replace("configuration_", "modeling_"))
-    if not modeling.is_file():
-        return set()
-    return set(re.findall(r'getattr\(config, "(\w+)"', modeling.read_text(encoding="utf-8")))
+def known_keys(kind: str) -> frozenset[str]:
+    """Returns the keys that an architecture's config accepts, with aliases (`attribute_map`), and those layers read."""
+    found = family(kind)
+    assert found is not None, kind
+    return found.keys | found.optional
 
 
 def one_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from pipeline.run.before.advice import advice
 from pipeline.run.before.task_cost import task_lines
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.rank_of_run import RankOfRun
-from pipeline.run.resume import changes_since, describe_changes, learning_rate_change
+from pipeline.run.same_run import changes_since, describe_changes, learning_rate_change
 from pipeline.run.uneven.measure_stages import MeasuredStages
 from pipeline.runtime.faults.stop_signals import Stop
 from pipeline.runtime.launch import Launch

@@ -37,7 +37,8 @@ from pipeline.run.messages import announce, closing_line, loaded_line, quiet_lib
 from pipeline.run.out_of_memory import explained_out_of_memory
 from pipeline.run.prepare import PreparedRun
 from pipeline.run.rank_of_run import RankOfRun
-from pipeline.run.resume import begins_afresh, fresh_optimizer_line, refuse_other_curve
+from pipeline.run.resume import begins_afresh
+from pipeline.run.same_run import fresh_optimizer_line, refuse_other_curve
 from pipeline.run.staged_data import staged_data
 from pipeline.run.trainer import Trainer
 from pipeline.run.uneven.measure_stages import MeasuredStages

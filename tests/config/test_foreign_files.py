@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from foundation.config_kinds import keys
 from foundation.errors import ConfigError, problems_in
-from pipeline.config.foreign_files import NAMES, TOOLS
+from pipeline.config.foreign_files import TOOLS
+from pipeline.config.foreign_names import foreign_names
 from pipeline.config.load import load_config, read_config
 from pipeline.config.sections.run import Config
 from tests.conftest import tiny_config, write_config
@@ -105,22 +108,62 @@ def test_a_config_of_ours_is_none_of_another_tool(tmp_path: Path) -> None:
     read_config(write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run")))
 
 
+def refusal(raw: dict[str, Any], path: Path) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        read_config(write_config(path, raw))
+    return refused.value
+
+
+def typed(remedy: str) -> list[str]:
+    """The arguments of `--set` in a remedy: `use A = V and B = W; a remark`."""
+    keys = remedy.partition("; ")[0].removeprefix("use ").split(" and ")
+    return [key.replace(" = ", "=", 1) for key in keys]
+
+
 @pytest.mark.parametrize("key", ["pipeline_parallel_size", "tensor-parallel-size", "learning_rate", "max_steps"])
 def test_another_tools_name_of_a_key_leads_to_ours(key: str, tmp_path: Path) -> None:
     raw = tiny_config(tmp_path / "tokens", tmp_path / "run")
-    with pytest.raises(ConfigError) as refused:
-        read_config(write_config(tmp_path / "c.json", {**raw, key: 1}))
-    words = refused.value.remedy.removeprefix("use ").replace(" = ", "=")
-    assert refused.value.field == key
-    read_config(write_config(tmp_path / "c.json", raw), [words])
+    refused = refusal({**raw, key: 1}, tmp_path / "c.json")
+    assert refused.field == key
+    read_config(write_config(tmp_path / "c.json", raw), typed(refused.remedy))
 
 
-def test_every_name_leads_to_a_key_that_is_there() -> None:
-    for ours in set(NAMES.values()):
-        section = Config
-        for name in ours.split("."):
-            field = section.model_fields[name]
-            section = field.annotation if isinstance(field.annotation, type) else section
+INSTEAD = {name: found for name, found in foreign_names().items() if found.use}
+
+
+@pytest.mark.parametrize("key", INSTEAD)
+def test_a_key_with_other_values_leads_to_keys_that_are_taken_as_they_are_printed(key: str, tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "tokens", tmp_path / "run")
+    at = {**raw, key: True} if key not in Config.model_fields else {**raw, "run": {**raw["run"], key: True}}
+    refused = refusal(at, tmp_path / "c.json")
+    assert "other tools have it" in refused.why
+    read_config(write_config(tmp_path / "c.json", raw), typed(refused.remedy))
+
+
+def test_within_a_section_the_table_comes_before_the_spelling(tmp_path: Path) -> None:
+    raw = tiny_config(tmp_path / "tokens", tmp_path / "run")
+    raw["run"]["max_steps"] = 9
+    raw["model"]["dtype"] = "bfloat16"
+    raw["data"]["prefech"] = 1
+    problems = {each.field: each.remedy for each in problems_in(refusal(raw, tmp_path / "c.json"))}
+    assert problems["run.max_steps"] == "use run.steps = 9"
+    assert problems["model.dtype"].startswith("use bf16.enabled = true; ")
+    assert problems["data.prefech"] == "did you mean 'prefetch'?"
+
+
+def test_what_is_not_offered_is_said_with_the_reason_and_a_tool_that_has_it(tmp_path: Path) -> None:
+    raw = {**tiny_config(tmp_path / "tokens", tmp_path / "run"), "lora": {"r": 8}}
+    refused = refusal(raw, tmp_path / "c.json")
+    assert refused.why == "not offered: headrace trains all weights"
+    assert "axolotl" in refused.remedy
+
+
+def test_every_name_leads_to_a_key_that_is_there_and_is_no_key_of_its_own() -> None:
+    paths = {key.path for key in keys("run")}
+    for name, found in foreign_names().items():
+        assert name not in paths, name
+        for ours in found.ours:
+            assert ours.replace("sources.0.", "sources[].") in paths or ours.startswith("model.config."), ours
 
 
 def test_keys_that_are_unknown_are_said_once_and_briefly(tmp_path: Path) -> None:

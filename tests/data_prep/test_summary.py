@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,7 +163,9 @@ def test_a_word_list_that_changes_makes_a_different_job(work: Path) -> None:
     cli("--config", config)
     assert "exists already" in cli("--config", config).stdout
     (work / "forbidden.txt").write_text("weir\nmill\n")
-    assert "made differently: cleaning" in cli("--config", config, code=2).stderr
+    said = cli("--config", config, code=2).stderr
+    assert "made differently: cleaning" in said
+    assert re.search(r"try: rm -r \S+ to make it anew, or --set output=", said)
     (work / "forbidden.txt").unlink()
     assert "forbidden.txt" in cli("--config", config, code=2).stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.conftest import ROOT
 
 PACKAGES = ("pipeline", "data_prep", "headrace", "foundation", "tests", "benchmarks", "examples")
 NAMED = (
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", ".ci/run")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "Makefile", "Dockerfile", ".ci/run")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for folder in ("slurm", "k8s", "demo", "examples") for path in (ROOT / folder).rglob("*")),
 )
@@ -199,3 +200,31 @@ def test_every_table_of_messages_quotes_one() -> None:
     tables = [page for page in PAGES if f"{_HEADING}\n\n| message |" in page.read_text()]
     assert tables
     assert [page.name for page in tables if not quoted_messages(page)] == []
+
+
+def test_no_page_and_no_message_installs_headrace_from_an_index_that_does_not_have_it() -> None:
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path != Path(__file__)]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    index = re.compile(r"headrace\[|pip3? install ['\"]?headrace(?! @)\b")
+    assert [path for path in (*sources, *pages) if path.name != "changelog.md" and index.search(path.read_text())] == []
+
+
+def test_the_page_on_installing_has_every_extra_with_its_packages() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs/how-to/install.md").read_text().partition("## Optional packages")[2].partition("\n## ")[0]
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| `")]
+    listed = {name: row[1] for row in rows for name in re.findall(r"`([\w-]+)`", row[0])}
+    assert listed.keys() == extras.keys()
+    for name, packages in extras.items():
+        wanted = {re.split(r"[>=\[]", package)[0] for package in packages}
+        assert name == "dev" or wanted <= set(re.split(r", ", listed[name])), name
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    """480 words of prose at 240 words a minute, in sentences of at most 20 words on average, none above 30."""
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if not re.match(r"    |\||#|!", line)]
+    prose = re.sub(r"\]\([^)]*\)", "]", "\n".join(lines))
+    sentences = [len(each.split()) for each in re.split(r"(?<=[.:!?])\s+|\n\n", prose) if len(each.split()) > 2]
+    assert sum(sentences) <= 480
+    assert sum(sentences) / len(sentences) <= 20
+    assert max(sentences) <= 30

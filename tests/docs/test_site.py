@@ -231,3 +231,15 @@ def test_a_page_fits_the_screen_and_fetches_nothing_from_elsewhere(
     assert view.locator("h1").count() == 1
     view.screenshot(path=tmp_path / "page.png")
     view.close()
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize("page", ["", "how-to/install/", "how-to/faq/", "how-to/which-tool/"])
+def test_no_line_of_a_first_page_is_cut_at_the_right(address: str, browser: Any, page: str) -> None:
+    """Boxes of code and tables are as wide as what is in them, on a laptop."""
+    view = browser.new_page(viewport={"width": 1200, "height": 800})
+    view.goto(address + page)
+    cut = "[...document.querySelectorAll('article pre > code')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    assert view.evaluate(f"{cut}.map(e => e.innerText)") == []
+    view.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,31 @@ def test_whole_numbers_may_be_written_with_an_exponent_in_any_field() -> None:
     assert (parsed.count, type(parsed.count)) == (40_000_000_000, int)
     assert type(parsed.ratio) is float
     assert type((parsed.anything or {})["theta"]) is float  # what a field does not describe stays as it is
+
+
+def shell(remedy: str, cwd: Path) -> None:
+    """Types the command of a remedy."""
+    subprocess.run(remedy.partition(", and give")[0], shell=True, check=True, cwd=cwd)
+
+
+def test_yaml_under_a_name_of_json_is_named_and_read_after_the_remedy(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.json", "run:\n  steps: 5\n")
+    with pytest.raises(ConfigError, match="it is YAML under a name of JSON") as refused:
+        configfile.load(path)
+    shell(refused.value.remedy, tmp_path)
+    assert configfile.load(tmp_path / "c.yaml") == {"run": {"steps": 5}}
+    with pytest.raises(ConfigError, match="not JSON"):
+        configfile.load(write(tmp_path / "d.json", '{"run": {"steps": 5}'))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_utf_16_is_named_and_the_mark_of_utf_8_is_read(encoding: str, tmp_path: Path) -> None:
+    path, expected = tmp_path / "c.json", {"a": "é"}
+    path.write_bytes(("\ufeff" * (encoding == "utf-16-be") + '{"a": "é"}').encode(encoding))
+    if encoding == "utf-8-sig":
+        assert configfile.load(path) == expected
+        return
+    with pytest.raises(ConfigError, match="it is text in UTF-16, not in UTF-8") as refused:
+        configfile.load(path)
+    shell(refused.value.remedy, tmp_path)
+    assert configfile.load(tmp_path / "utf8-c.json") == expected

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -99,12 +98,14 @@ PACKED = (
     "pyproject.toml",
     "README.md",
     "LICENSE",
+    "Makefile",
+    "constraints.txt",
 )
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this tree, unpacked: what pip would put on the path."""
+    """A wheel of this tree from `make wheelhouse`, installed from there without a network."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in PACKED:
         if (ROOT / name).is_dir():
@@ -112,14 +113,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"]
-    # the compiled extension is optional, and has tests of its own
+    # the compiled extension is optional, and has tests of its own; what headrace needs is here already
     env = {**os.environ, "CC": "false"}
-    command = [*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source)]
-    output_of(subprocess.run(command, capture_output=True, text=True, check=False, env=env))
-    site = out / "site"
-    zipfile.ZipFile(next(out.glob("*.whl"))).extractall(site)
-    return site
+    options = "WHEEL_OPTIONS=--quiet --no-index --no-deps --no-build-isolation"
+    build = ["make", "--silent", "wheelhouse", f"PYTHON={sys.executable}", f"WHEELHOUSE={out}", options]
+    output_of(subprocess.run(build, capture_output=True, text=True, check=False, env=env, cwd=source))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    install = [*pip, "--no-deps", "--no-compile", "--find-links", str(out), "--target", str(out / "site"), "headrace"]
+    output_of(subprocess.run(install, capture_output=True, text=True, check=False))
+    return out / "site"
 
 
 def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -139,6 +141,7 @@ def test_the_wheel_has_the_configs_the_job_scripts_and_the_demo(installed: Path)
         assert sorted(path.name for path in (share / folder).iterdir()) == here
         assert all((share / folder / name).read_bytes() == (ROOT / folder / name).read_bytes() for name in here)
     assert (installed / "pipeline/evaluation/report/page.css").is_file()
+    assert (installed / "pipeline/config/foreign_names.json").is_file()
     assert (installed / "pipeline/plan/fake_gpu/cuda_guard.cpp").is_file()
     assert not list(installed.glob("tests*"))
 

@@ -319,7 +319,7 @@ def test_an_fp8_run_is_planned_without_torchao_but_it_is_named(tmp_path: Path, m
     assert not any("torchao" in note for note in _report_of(raw, tmp_path).planned.notes)
     monkeypatch.setattr(fp8, "find_spec", lambda _name: None)
     (note,) = (line for line in lines(_report_of(raw, tmp_path)) if "torchao" in line)
-    said = "fp8 needs torchao, which is not installed here: pip install torchao (or headrace[fp8])."
+    said = "fp8 needs torchao, which is not installed here: pip install torchao."
     assert note == f"{'note':>14}  {said}"
 
 

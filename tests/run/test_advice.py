@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundation.section import parse
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.run import Config, StragglersSection
 from pipeline.run.before.advice import PLANNED_SHARD_BYTES, advice, shards_of_a_checkpoint
+from pipeline.run.before.memory_summary import shown_bytes
+from pipeline.run.out_of_memory import memory_of, own_peak
 from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.stragglers import report_interval, report_seconds
 from tests.conftest import make_tokens, tiny_config
@@ -162,3 +166,33 @@ def test_a_checkpoint_of_very_many_shards_is_told_with_the_memory_that_its_plan_
         if "plans checkpoints" in line
     ]
     assert "parallel.hybrid_shard_size" in line
+
+
+def test_a_derived_micro_batch_that_does_not_fit_is_named_with_the_largest_that_does(
+    tokens: Path, tmp_path: Path
+) -> None:
+    batch = 1 << 22  # samples of 32 tokens: terabytes of activations, more than any host has
+    sections = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": None, "evaluation": {"samples": 0}}
+    lines = warnings(tokens, tmp_path, **sections)
+    (line,) = (each for each in lines if each.startswith(f"the micro-batch {batch:,}, which follows from"))
+    largest = int(line.partition("train_micro_batch_size_per_gpu ")[2].split()[0])
+    given = warnings(tokens, tmp_path, **{**sections, "train_micro_batch_size_per_gpu": largest})
+    assert not [each for each in given if "micro-batch" in each]
+    sizes = ({**sections, "train_micro_batch_size_per_gpu": micro} for micro in (largest, 2 * largest))
+    fits, larger = (own_peak(run, prepare(run).model) for run in (resolved(tokens, tmp_path, **each) for each in sizes))
+    assert (fits or 0) <= memory_of(torch.device("cpu")) < (larger or 0)
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_named_with_both_sizes(tokens: Path, tmp_path: Path) -> None:
+    wide = {"hidden_size": 1 << 16, "intermediate_size": 1 << 23, "num_attention_heads": 512, "num_key_value_heads": 8}
+    model = {"config": {**tiny_config(tokens, tmp_path)["model"]["config"], **wide, "num_hidden_layers": 8}}
+    free = shutil.disk_usage(tmp_path).free
+    run = tiny_config(tokens, tmp_path / "run")["run"]
+    (line,) = (each for each in warnings(tokens, tmp_path, model=model) if each.startswith("checkpoints need "))
+    parameters = prepare(resolved(tokens, tmp_path, model=model)).size.parameters
+    assert 12 * parameters * 3 > free
+    assert f"({shown_bytes(12 * parameters)} each: run.keep_checkpoints 2, one while it is written)" in line
+    (line,) = (
+        each for each in warnings(tokens, tmp_path, model=model, run={**run, "keep_every": 5}) if "keep_every" in each
+    )
+    assert "4 by run.keep_every" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 import pytest
 
 from foundation.errors import CheckpointError, ConfigError
+from pipeline import train
 from pipeline.config.load import load_config
 from pipeline.config.rules.curve import curve_fields, written_keys
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import Config
 from pipeline.run.prepare import prepare
-from pipeline.run.resume import refuse_other_curve
-from tests.conftest import tiny_config, write_config
+from pipeline.run.same_run import learning_rate_change, refuse_other_curve
+from tests.conftest import launch, tiny_config, write_config
 
 
 class Saved:
@@ -203,3 +205,47 @@ def test_a_run_begun_under_older_defaults_goes_on_with_the_words_that_the_refusa
     assert printed[::2] == ["--set"] * 2
     assert set(printed[1::2]) == {"gradient_clipping=0.0", "optimizer.params.lr=0.001"}
     refuse_other_curve(Saved(older), now(*printed[1::2]), allowed=[])
+
+
+def test_another_run_is_refused_before_ranks_are_started(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tokens, tmp_path / "run", engine="torch", train_micro_batch_size_per_gpu=4)
+    del config["scheduler"]
+    path = write_config(tmp_path / "c.json", config)
+    launch("train.py", path, "run.steps=5", "evaluation.samples=0")
+
+    def started(*_words: object, **_options: object) -> None:
+        raise InterruptedError  # in place of starting ranks
+
+    monkeypatch.setattr("pipeline.runtime.launch.arguments.supervise", started)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+
+    def resume(*sets: str) -> None:
+        words = [word for each in ("run.steps=5", *sets) for word in ("--set", each)]
+        train.run(parser.parse_args(["--config", str(path), "--nproc", "2", *words]))
+
+    with pytest.raises(InterruptedError):
+        resume("evaluation.samples=0")
+    with pytest.raises(CheckpointError, match=r"optimizer\.params\.lr: was 0\.003, now 0\.001") as refused:
+        resume("optimizer.params.lr=0.001")
+    for words in (re.findall(r"--set (\S+)\)", str(refused.value)), ['run.allow_change=["optimizer.params.lr"]']):
+        with pytest.raises(InterruptedError):
+            resume("optimizer.params.lr=0.001", *words)
+    with pytest.raises(CheckpointError, match=r"run\.seed: was 7, now 8"):
+        resume("run.seed=8", 'run.allow_change=["run.seed"]')
+    with pytest.raises(ConfigError, match=r"step-00000005 is of step 5 already"):
+        resume("run.steps=4")
+    with pytest.raises(ConfigError, match=r"it holds step-00000005, and run\.resume is never"):
+        resume("run.resume=never")
+
+
+def test_two_rates_are_printed_in_digits_that_differ(tmp_path: Path) -> None:
+    then, now = curve(tmp_path, *COSINE, "run.steps=20000"), curve(tmp_path, *COSINE, "run.steps=20100")
+    line = learning_rate_change(Saved(then), then, now) or ""
+    rates = re.findall(r"0\.\d+", line)
+    assert len({*rates}) == 2, line
+    plain = "run.steps=2000", "scheduler.type=WSD", "scheduler.params.warmup_num_steps=2"
+    wsd = [curve(tmp_path, *plain, f"scheduler.params.decay_num_steps={steps}") for steps in (9, 99)]
+    assert "is 0.003 by both schedules: they differ later" in (learning_rate_change(Saved(wsd[0]), *wsd) or "")

@@ -28,8 +28,9 @@ from pipeline.config.deepspeed.keys import (
     REFUSED_TENSOR_PARALLEL,
     REFUSED_ZERO,
 )
-from pipeline.config.foreign_files import known_elsewhere
+from pipeline.config.foreign_names import find_name
 from pipeline.config.sections.optimizers import OPTIMIZERS, REFUSED_TYPES
+from pipeline.config.sections.run import Config
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Translated:
     refused: tuple[ConfigError, ...]
 
 
+_OURS = frozenset(Config.model_fields)
 _SECTIONS = (
     "zero_optimization",
     "bf16",
@@ -172,8 +174,8 @@ def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list
         elif key in table:
             why = "no scheduler has it" if at == "scheduler.params." else "DeepSpeed's key, not supported here"
             refused.append(ConfigError(path, value, why=why, remedy=table[key]))
-        elif not at and (elsewhere := known_elsewhere(key, value)) is not None:
-            refused.append(elsewhere)
+        elif not at and key not in _OURS and (found := find_name(key)) is not None:
+            refused.append(ConfigError(key, value, why=found.why, remedy=found.remedy(value)))
         elif isinstance(value, dict) and path.split(".")[0] in _SECTIONS:
             kept[key] = _sift(f"{path}.", value, ignored, refused)
         else:

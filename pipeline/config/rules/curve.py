@@ -45,7 +45,8 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "model.resolved": ("model.config", "model.path"),
 }
 """Curve field -> the keys from which it follows, the most likely first. Other fields are keys themselves."""
-_STAGES = "stages"
+STAGES = "stages"
+"""Field with the differences of the stages after the first."""
 _STAGED = ("sequence_length", "packing", "fim", "mask_documents")
 _FINGERPRINT = ".fingerprint"
 _COUNTED_BY = ("data", "run.seed", "train_batch_size")
@@ -119,7 +120,7 @@ def joined_curve(stages: Sequence[tuple[ResolvedRun, Curve]]) -> Curve:
         if section.continue_sources is not None:
             options["continue_sources"] = section.continue_sources
         others[section.name] = {"after_step": run.first_step - 1, **options, **differs}
-    return {**curve, _STAGES: others}
+    return {**curve, STAGES: others}
 
 
 def recorded_schedule(curve: Mapping[str, Any], step: int) -> Schedule:
@@ -226,8 +227,8 @@ def miscounts(field: str, was: Mapping[str, Any], now: Mapping[str, Any], *, sam
         samples: number of samples in the run's order up to the checkpoint.
         step: the checkpoint's step.
     """
-    if field.partition(".")[0] == _STAGES:
-        return _miscounts_stages(field, was.get(_STAGES) or {}, now.get(_STAGES) or {}, step=step)
+    if field.partition(".")[0] == STAGES:
+        return _miscounts_stages(field, was.get(STAGES) or {}, now.get(STAGES) or {}, step=step)
     if not any(f"{field}.".startswith(f"{name}.") for name in _COUNTED_BY):
         return False
     # weights that change later do not affect earlier samples; islands are ahead of their steps in the order of samples
@@ -266,9 +267,9 @@ def allows_stage(field: str, *curves: Mapping[str, Any]) -> bool:
 
 def is_implicit(field: str, was: Any, now: Any) -> bool:
     """Tells whether a changed field is a stage, or all stages, that a resume has made by `run.allow_change`."""
-    if field.partition(".")[0] != _STAGES or was is not None or not now:
+    if field.partition(".")[0] != STAGES or was is not None or not now:
         return False
-    return all(stage.get("implicit") for stage in (now.values() if field == _STAGES else [now]))
+    return all(stage.get("implicit") for stage in (now.values() if field == STAGES else [now]))
 
 
 def is_allowed(field: str, name: str) -> bool:

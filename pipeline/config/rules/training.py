@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, found_by, refuse_all
+from foundation.model_names import weight_file_problem
 from foundation.paths import is_url
+from pipeline.config.family_keys import key_problems
 from pipeline.config.rules.experts import check_experts
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import Config, ModelSection, MoeSection, RunSection
@@ -21,12 +25,16 @@ def check_model(model: ModelSection, *, sequence_length: int) -> None:
     if (model.config is None) == (model.path is None):
         why = "neither is given" if model.config is None else "both are given"
         raise ConfigError("model.config / model.path", why=why, remedy="give exactly one of the two")
+    if model.path is not None and (problem := weight_file_problem(model.path)) and not Path(model.path).is_dir():
+        raise ConfigError("model.path", model.path, why=problem[0], remedy=problem[1])
     if model.config is not None:
         for key in ("fresh", "keep_layers", "extra_weights"):
             if getattr(model, key) not in (False, None, "keep"):
                 why = "it only applies to a model that is loaded from model.path"
                 raise ConfigError(f"model.{key}", getattr(model, key), why=why, remedy="remove it, or use model.path")
-        check_model_config(model.config, sequence_length=sequence_length)
+        config = model.config
+        found = [lambda: check_model_config(config, sequence_length=sequence_length)]
+        refuse_all([*(key_problems(config) if "model_type" in config else ()), *found_by(found)])
 
 
 def check_origin_and_ema(config: Config) -> None:
@@ -71,16 +79,30 @@ def check_model_config(model: dict[str, Any], *, sequence_length: int) -> None:
         raise ConfigError(
             "model.config.model_type", model.get("model_type"), why="it has to name the architecture", remedy=remedy
         )
+    refuse_all([*_size_problems(model)])
+    refuse_all(
+        found_by(
+            [
+                lambda: _check_heads(model),
+                lambda: check_experts(model),
+                lambda: _check_positions(model, sequence_length=sequence_length),
+            ]
+        )
+    )
+
+
+def _size_problems(model: dict[str, Any]) -> Iterator[ConfigError]:
     for key, value in model.items():
         counts = key.startswith("num_") or key.endswith("_size")
         whole = isinstance(value, int) and not isinstance(value, bool)
         if key in _SIZES and value is not None and not (whole and value > 0):
             why, remedy = "it is not a whole number above 0", "use 1 or more"
-            raise ConfigError(f"model.config.{key}", value, why=why, remedy=remedy)
-        if counts and whole and value < 0:
-            raise ConfigError(f"model.config.{key}", value, why="it is below 0", remedy="use 0 or more")
-    _check_heads(model)
-    check_experts(model)
+            yield ConfigError(f"model.config.{key}", value, why=why, remedy=remedy)
+        elif counts and whole and value < 0:
+            yield ConfigError(f"model.config.{key}", value, why="it is below 0", remedy="use 0 or more")
+
+
+def _check_positions(model: dict[str, Any], *, sequence_length: int) -> None:
     # dynamic RoPE takes longer sequences; -1 is XLNet's value for no limit
     rope = model.get("rope_parameters") or model.get("rope_scaling")
     grows = isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type"))

@@ -50,7 +50,8 @@ class ModelSection(Section):
     config: dict[str, Any] | None = Field(
         None,
         description="Hugging Face model config as a JSON object; model_type names the architecture, e.g."
-        ' {"model_type": "llama", "hidden_size": 512}. Weights are initialized randomly. Give it or model.path',
+        ' {"model_type": "llama", "hidden_size": 512}, or a published config.json: names from before transformers 5 are'
+        " read as transformers reads them. Weights are initialized randomly. Give it or model.path",
     )
     path: PathOrUrl | None = Field(
         None,

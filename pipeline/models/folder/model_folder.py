@@ -10,8 +10,9 @@ from typing import Any
 
 from foundation.directory import MANIFEST, check_sizes, fingerprint_of, read_manifest, sha256_of_file
 from foundation.errors import DataError
-from foundation.foreign_folders import what_it_is
+from foundation.foreign_folders import recognise, what_it_is
 from foundation.foreign_json import read_json
+from foundation.model_names import no_folder_problem
 from foundation.remote_folder import local_folder
 from pipeline.models.folder.extra_weights import extra_names
 from pipeline.models.folder.weight_files import EXPORT, HfFields, TensorInfo, refuse_adapter, stored_tensors
@@ -157,7 +158,9 @@ def read_config(path: Path) -> HfFields:
             keys contradict each other.
     """
     if not path.is_dir():
-        raise DataError(f"{path}: no such directory\n  try: {EXPORT}")
+        why, remedy = no_folder_problem(str(path), EXPORT)
+        known = recognise(path) if path.is_file() else None
+        raise DataError(f"{path}: {why}\n  try: {known.remedy if known else remedy}")
     refuse_adapter(path)
     try:
         config = read_json(path / CONFIG, remedy=EXPORT)

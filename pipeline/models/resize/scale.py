@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from foundation.errors import ConfigError
 from pipeline.models.folder.weight_files import HfFields
-from pipeline.models.hf_config import known_keys, one_line, optional_keys
+from pipeline.models.hf_config import known_keys, one_line
 from pipeline.models.layers import global_value
 from pipeline.models.resize.shrink import DERIVED, WIDTHS, minimum_depth, per_layer, repeated
 
@@ -89,7 +89,7 @@ def section_of(scaled: PretrainedConfig, original: PretrainedConfig, given: Mapp
         original: config of the large model.
         given: the large model's section, whose unscaled keys are kept; None if the model is a folder.
     """
-    known = known_keys(scaled.model_type) | optional_keys(scaled.model_type)
+    known = known_keys(scaled.model_type)
     before = original.to_dict()
     after = {key: value for key, value in scaled.to_dict().items() if key in known and key not in DERIVED}
     changed = {key: value for key, value in after.items() if value is not None and value != before.get(key)}

@@ -23,7 +23,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.optimizers import OptimizerSection
 from pipeline.config.sections.run import CompileSection, ModelSection
 from pipeline.config.topology import Topology
-from pipeline.models.hf_config import known_keys, optional_keys, resolve_hf_config
+from pipeline.models.hf_config import known_keys, resolve_hf_config
 from pipeline.models.resize.shrink import not_reached, shrink
 from pipeline.plan.proof.case import Case
 from pipeline.plan.proof.tokens import EOS
@@ -149,7 +149,7 @@ def shrink_run(run: ResolvedRun, *, steps: int, work: Path) -> ShrunkRun:
         notes.append("shares of ranks are no layout: proven with even ones")
     if config.parallel.stage_speeds is not None or config.parallel.stage_memory_gb is not None:
         notes.append("the shrunk model has too few layers to divide by speed or memory: proven with equal devices")
-    known = known_keys(model.model_type) | optional_keys(model.model_type)
+    known = known_keys(model.model_type)
     fields = {key: value for key, value in model.to_dict().items() if key in known}
     raw = config.model_dump(mode="json", exclude_none=True)
     lowest, highest = config.optimizer.kind.proof_lr

@@ -16,6 +16,7 @@ from pipeline.data.mixing_weights import Extent
 from pipeline.models.construction.buffers import parameters_declared_fp32
 from pipeline.models.folder.text_part import text_is_nested
 from pipeline.models.hf_config import VOCAB_MULTIPLE
+from pipeline.run.before.room import room_warnings
 from pipeline.run.prepare import PreparedRun
 
 _UNUSED_ROWS = 0.1
@@ -46,6 +47,7 @@ def advice(prepared: PreparedRun) -> Iterator[str]:
     yield from _padding(prepared)
     yield from _fp32(prepared)
     yield from _checkpoint_plan(prepared)
+    yield from room_warnings(prepared)
 
 
 def _text_part(prepared: PreparedRun) -> Iterator[str]:

@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_run(
-    arguments: argparse.Namespace, *, change: Callable[[Config], Config] = lambda config: config
+    arguments: argparse.Namespace,
+    *,
+    change: Callable[[Config], Config] = lambda config: config,
+    check: Callable[[ResolvedRun], object] = lambda _run: None,
 ) -> ResolvedRun:
     """Resolves the config for the number of processes that were started.
 
@@ -48,6 +51,7 @@ def resolve_run(
     Args:
         arguments: parsed arguments that `add_arguments` declares.
         change: makes the run's config from the command line's config.
+        check: refuses a run before processes are started for it.
 
     Raises:
         ConfigError: the config cannot run.
@@ -63,11 +67,13 @@ def resolve_run(
             lambda processes: _check_no_spare(resolve(config, world_size=processes, begun=begun).topology, processes)
         )
         run = resolve(config, world_size=launch.world_size, begun=begun)
+        check(run)
         if launch.rank == 0:
             _print_notes(loaded)
         return run
     _check_nproc(arguments.nproc, launch)
     run = resolve(config, world_size=arguments.nproc, begun=begun)
+    check(run)
     processes = run.topology.world_size
     if run.spare:
         print(f"the layout takes {processes} of {arguments.nproc} processes: so many are started", file=sys.stderr)

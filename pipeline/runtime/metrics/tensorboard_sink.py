@@ -22,7 +22,7 @@ def check_tensorboard(section: TensorBoardSection) -> None:
         ConfigError: the package is missing; the error names the pip command.
     """
     if section.enabled and find_spec("tensorboard") is None:
-        remedy = "pip install tensorboard (or headrace[tensorboard]), or set tensorboard.enabled to false"
+        remedy = "pip install tensorboard, or set tensorboard.enabled to false"
         raise ConfigError("tensorboard.enabled", True, why="the package tensorboard is not installed", remedy=remedy)
 
 

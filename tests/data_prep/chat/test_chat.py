@@ -227,6 +227,23 @@ def test_a_document_ends_with_one_end_of_text_where_the_template_has_written_it(
     assert not encoded.without((), ()).end_learnt
 
 
+def test_a_job_says_that_one_of_two_ends_of_text_is_left_out(work: Path, folder: Path) -> None:
+    talks = (
+        [{"role": "user", "content": f"wheel {i}?"}, {"role": "assistant", "content": "It turns."}] for i in range(40)
+    )
+    (work / "talk.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    mine = with_template(folder, CHATML.replace("<|im_end|>", "<|endoftext|>"), work / "mine")
+    source = {"path": "talk.jsonl", "messages_field": "messages"}
+    (work / "open.jinja").write_text(CHATML)  # its end of turn is another token
+    config = write_config(sources=[source], tokenizer={"path": str(mine)}, heldout_fraction=0.3)
+    assert cli("--config", config).stderr.count("append_eos does so, too: one of the two is written") == 1
+    said = cli("--config", config, "--set", "append_eos=false", "--set", "output=other").stderr
+    assert "append_eos does so" not in said
+    template = f"tokenizer.chat_template={work / 'open.jinja'}"
+    said = cli("--config", config, "--set", template, "--set", "output=third").stderr
+    assert "append_eos does so" not in said
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_template_that_fails_for_all_conversations_is_named(trained: bool, work: Path, folder: Path) -> None:
     """And no other seed, no other fraction and no larger vocabulary is recommended."""

@@ -16,7 +16,7 @@ from data_prep.executors.on_ray import SETTINGS
 from data_prep.executors.task_claims import TaskHeartbeat
 from tests.data_prep.executors.conftest import Corpus, kill_tree, tree
 
-pytest.importorskip("ray", reason='needs Ray: pip install "headrace[ray]"')
+pytest.importorskip("ray", reason="needs Ray: pip install ray")
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
 

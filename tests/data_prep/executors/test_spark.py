@@ -16,7 +16,7 @@ import pytest
 from tests.data_prep.executors.conftest import Corpus, kill_tree, tree
 from tests.support import wait_until
 
-pyspark = pytest.importorskip("pyspark", reason='needs Spark: pip install "headrace[spark]"')
+pyspark = pytest.importorskip("pyspark", reason="needs Spark: pip install pyspark")
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java 17 (Debian: openjdk-17-jre-headless)")
 
 HERE = "127.0.0.1"

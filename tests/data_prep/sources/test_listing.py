@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from data_prep.sources.read_unit import read_unit, wanted_fields
 from data_prep.sources.records import TextBatch
 from data_prep.sources.units import units
 from foundation.errors import ConfigError, DataError
-from tests.data_prep.conftest import config_file, write_config
+from tests.data_prep.conftest import cli, config_file, write_config
 
 LINE = '{"text": "x"}\n'
 
@@ -230,3 +231,15 @@ def test_what_is_not_chosen_is_told_in_one_line(command: str, work: Path, capsys
     assert main([command, "--config", config_file(work, sources=sources)]) == 0
     told = "not read in 'texts': 2 pipes, sockets and devices, 2 *.json, 1 links to nothing, 1 *.sz, 1 *.xz\n"
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_a_table_is_refused_with_the_source_that_reads_it(name: str, comma: str, work: Path) -> None:
+    rows = "".join(f"wheel {i} turns{comma}{i}\n" for i in range(60))
+    (work / name).write_text(f"words{comma}n\n{rows}")
+    with pytest.raises(ConfigError, match="read by the library datasets") as refused:
+        resolved(name, text_field="words")
+    source = json.loads(refused.value.remedy.partition(", with the column")[0])
+    cli("--config", write_config(sources=[source], tokenizer={"train": "bpe", "vocab_size": 300}))
+    splits = json.loads((work / "tokens/manifest.json").read_text())["details"]["splits"]
+    assert sum(split["documents"] for split in splits.values()) == 60

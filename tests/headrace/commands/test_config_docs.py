@@ -17,6 +17,7 @@ from foundation.json_schema import NO_DEFAULT
 from foundation.section import parse
 from headrace.commands.explain import lines_of
 from headrace.commands.schema import reference
+from pipeline.config.foreign_names import foreign_names
 from pipeline.engines.parallel.architecture_limits import layout_lines
 from tests.conftest import ROOT
 from tests.headrace.commands.test_app import run
@@ -86,7 +87,7 @@ def test_a_key_is_explained_with_type_default_and_example() -> None:
     text = "\n".join(lines)
     assert "  type     a whole number, at least 1, or null" in text
     assert "  default  null" in text
-    assert '  example  {"run": {"keep_every": ' in text
+    assert '  example  {"run": {"dir": "runs/zero3", "keep_every": ' in text
     assert "headrace train" in text
 
 
@@ -134,12 +135,22 @@ def test_keys_that_are_not_in_the_schema_are_explained_where_they_are_known() ->
 def test_every_example_and_every_default_is_one(kind: str) -> None:
     schema = KINDS[kind].schema()
     for key in keys(kind):
-        whole: Any = json.loads(example_file(key))
+        whole: Any = json.loads(example_file(key, kind))
+        assert "..." not in example_file(key, kind), key.path
         wrong = [each.message for each in jsonschema.Draft202012Validator(schema).iter_errors(whole)]
         assert [message for message in wrong if "required" not in message and "is not valid under" not in message] == []
         if key.default is not NO_DEFAULT:
             alone = {"$defs": key.schema.get("$defs", {}), **key.node}
             assert jsonschema.Draft202012Validator(alone).is_valid(key.default), key.path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_has_the_keys_that_its_section_requires(kind: str) -> None:
+    """Nothing is missing from an example but other sections."""
+    schema = jsonschema.Draft202012Validator({**KINDS[kind].schema(), "required": []})
+    for key in keys(kind):
+        errors = schema.iter_errors(json.loads(example_file(key, kind)))
+        assert [error.message for error in errors if error.validator == "required"] == [], key.path
 
 
 def test_parts_of_a_path_leave_out_indices() -> None:
@@ -164,3 +175,21 @@ def test_explain_layout_prints_stages_and_shards_of_a_family_or_why_there_are_no
     assert "refused: hrm_text has no base_model_pp_plan, and none" in run("explain", "layout", "hrm_text")
     with pytest.raises(ConfigError, match="no such model_type"):
         list(layout_lines("llamma"))
+
+
+@pytest.mark.parametrize("name", foreign_names())
+def test_a_name_of_another_tool_is_explained_by_the_key_here_or_by_why_there_is_none(name: str) -> None:
+    lines, found = lines_of(name), foreign_names()[name]
+    shown = {line.partition("  (in ")[0] for line in lines if "  (in " in line}
+    assert {*found.ours} & {key.path for key in keys("run")} <= shown
+    assert found.ours or f"  not offered: {found.no.partition('; ')[0]}" in lines or f"  here     {found.note}" in lines
+
+
+def test_a_name_within_a_section_or_with_a_dash_is_explained_too() -> None:
+    assert lines_of("training.max-steps")[1:] == lines_of("max_steps")[1:]
+
+
+def test_a_key_that_is_only_near_by_spelling_is_called_so() -> None:
+    for word, near in (("lorra", "lora"), ("warmup_num_step", "scheduler.params.warmup_num_steps")):
+        with pytest.raises(ConfigError, match=f"did you mean '{near}'. It is the nearest by spelling"):
+            lines_of(word)

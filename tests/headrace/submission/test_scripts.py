@@ -150,7 +150,6 @@ def test_the_body_of_a_script_stays_as_it_is_shipped(name: str) -> None:
         (["corpus.json", "train.json", "compress.json", "--sweep", "run.seed=1,2"], "compress.json reads the run"),
         (["train.json", "--sweep", "run.steps=3,4", "--sweep", "run.seed=1,1"], "run.seed=1,1"),
         (["train.json", "--sweep", "run.seed"], "it is not KEY=VALUE,VALUE"),
-        (["train.json"], "tokens"),  # no corpus config makes them
         (["absent.json"], "no such file"),
         (["train.json", "--nodes", "²"], "it is not a number of nodes"),
         (["corpus.json", "train.json", "train.json"], "train.json of the same submission writes there, too"),
@@ -396,3 +395,32 @@ def test_interface_mounts_modules_and_variables_reach_the_job(tmp_path: Path) ->
     assert "module load cuda/12.8 || exit 2" in lines
     assert any("[ -d '/no such place' ] ||" in line for line in lines)
     assert venv_of(site) == ""  # the modules bring the python
+
+
+def test_on_a_laptop_without_the_inputs_a_dry_run_drafts_the_scripts_and_says_what_is_left(work: Path) -> None:
+    said = run("submit", "train.json", "--nodes", "2", "--dry-run")
+    assert "train: train.json, 2 processes" in said
+    assert "checked at the start of the job: tokens is not on this machine" in said
+    assert "memory  peak" not in said
+    assert [*scripts_in(said)] == ["train"]
+    (work / "text/a.txt").unlink()
+    (work / "text").rmdir()
+    said = run("submit", "corpus.json", "--dry-run")
+    assert "data: corpus.json is checked alone" in said
+    assert [*scripts_in(said)] == ["data"]
+    write(work, "alone", {"model": "elsewhere", "output": "q", "scheme": "W8A8", "data": {"path": "tokens"}})
+    assert "elsewhere, tokens are not on this machine" in run("submit", "alone.json", "--dry-run")
+
+
+def test_a_draft_is_refused_by_the_rules_and_an_input_that_is_here_is_checked(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "there is no such key" in run("submit", "train.json", "--set", "run.stepz=3", "--dry-run", code=2)
+    (work / "bin").mkdir()
+    (work / "bin/sbatch").write_text(f"#!/bin/sh\ntouch {work}/submitted\n")
+    (work / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(work / "bin"))
+    assert "tokens: no such directory" in run("submit", "train.json", code=2)  # no draft is submitted
+    assert not (work / "submitted").exists()
+    (work / "tokens").mkdir()
+    assert "tokens" in run("submit", "train.json", "--dry-run", code=2)

@@ -18,7 +18,7 @@ from pipeline.runtime.launch.group import free_port
 from tests.scale.measuring import Figures, Part, measured_process, resident_bytes
 
 _SECRET = b"0123456789abcdef"
-ABSENT = None if find_spec("torchft") else 'torchft is not installed: pip install "headrace[islands]"'
+ABSENT = None if find_spec("torchft") else "torchft is not installed: pip install torchft"
 
 
 @contextmanager

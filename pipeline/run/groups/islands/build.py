@@ -47,7 +47,7 @@ def check_island(section: QuorumSection | None, *, field: str = "islands") -> No
     read_secret(section, field=field)
     asynchronous = isinstance(section, IslandsSection) and section.mode == "asynchronous"
     if not asynchronous and find_spec("torchft") is None:
-        raise ConfigError(field, why="torchft is not installed", remedy='pip install "headrace[islands]"')
+        raise ConfigError(field, why="torchft is not installed", remedy="pip install torchft")
 
 
 def read_secret(section: QuorumSection, *, field: str = "islands") -> bytes:

@@ -187,7 +187,7 @@ def _start_lighthouse(section: QuorumSection, field: str) -> Any:
     try:
         from torchft.coordination import LighthouseServer  # noqa: PLC0415
     except ImportError:
-        remedy = 'pip install "headrace[islands]"'
+        remedy = "pip install torchft"
         raise ConfigError(field, why="torchft is not installed", remedy=remedy) from None
     try:
         return LighthouseServer(
