@@ -110,7 +110,8 @@ class MlflowSink:
 
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(self._section.experiment)
-        return found.experiment_id if found is not None else self._client.create_experiment(self._section.experiment)
+        name = self._section.experiment
+        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
 
     def _describe(self) -> None:
         from mlflow.entities import Param  # noqa: PLC0415
