@@ -164,7 +164,7 @@ def mixed(work: Path, shares: dict[str, int]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "shares",
-    [{"web": 1500, "code": 1500}, {"code": 200, "web": 3000}, {"web": 400, "code z": 4000}],
+    [{"web": 1500, "code": 1500}, {"code": 200, "web": 3000}, {"web": 2500, "code z": 2000}],
 )
 def test_a_plan_measures_every_source_and_warns_of_a_filter_that_drops_most_of_one(
     tmp_path: Path, shares: dict[str, int]
