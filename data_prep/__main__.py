@@ -148,7 +148,10 @@ def _plan(args: argparse.Namespace) -> None:
     print(f"about {_duration(found.map_seconds(workers))} on {workers} workers {speed}")
     if found.training_s:
         print(f"together about {_duration(found.seconds(workers))}:")
-    print("measured just now on a few megabytes; start-up and writing the shards are not included")
+    left = "start-up, writing the shards" + (" and deduplication" if inspected.job.config.dedup else "")
+    print(f"measured just now on a few megabytes of every source; {left} are not included")
+    for drop in found.drops:
+        print(drop.line())
     return print(*long_word_lines(list(found.long_words)), sep="\n", end="\n" if found.long_words else "")
 
 

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "load", "prepare_corpus", "train"]
 
 
+def __dir__() -> list[str]:
+    """Lists the functions, which are not imported before their first use."""
+    return [*__all__]
+
+
 def __getattr__(name: str) -> Any:
     """Returns the functions of `headrace.api`, which is imported at their first use."""
     if name not in __all__:

@@ -19,14 +19,15 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from foundation import configfile
-from foundation.errors import DataError, HeadraceError, TrainingError
+from foundation.errors import ConfigError, DataError, HeadraceError, TrainingError
 from foundation.paths import is_store_url, refuse_url
 from foundation.remote_run import local_run
+from foundation.user_function import spelled
 
 if TYPE_CHECKING:
     from pipeline.cluster.status.run import RunStatus
@@ -75,7 +76,7 @@ def train(config: str | Path | Mapping[str, Any], *, nproc: int = 1, **overrides
         The state of the run: its directory, step, loss, newest checkpoint.
 
     Raises:
-        ConfigError: the config file cannot be read.
+        ConfigError: the config file cannot be read, or an override is no JSON value, such as a function.
         TrainingError: the run was refused, has failed, or was asked to stop; the message has the reason and the remedy.
     """
     from pipeline.cluster.status.run import read_status  # noqa: PLC0415
@@ -128,13 +129,45 @@ def _load_folder(path: Path, device: str | None) -> tuple[Any, Any]:
 
 
 def _merged(config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    raw = configfile.load(config) if isinstance(config, str | Path) else json.loads(json.dumps(config))
-    for key, value in overrides.items():
+    raw = configfile.load(config) if isinstance(config, str | Path) else _plain(config)
+    for key, value in _plain(overrides).items():
         if "." in key:
             configfile.set_value(raw, key, value)
         else:
             raw = configfile.merge(raw, {key: value})
     return raw
+
+
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies a config; paths become strings.
+
+    Raises:
+        ConfigError: it has a function, or another object that no config file can hold.
+    """
+
+    def convert(value: object) -> object:
+        if isinstance(value, Path):
+            return str(value)
+        key = next((name for name, each in _leaves(given) if each is value), "config")
+        if callable(value):
+            name, where = spelled(value), "move it into a file, e.g. my_parts.py, and write"
+            remedy = f'write "{name}"' if name else f'{where} "my_parts:{getattr(value, "__name__", "loss")}"'
+            why = "ranks are other processes, which import a function by its module and name"
+            raise ConfigError(key, value, why=why, remedy=remedy.replace("<lambda>", "loss"))
+        why = f"a {type(value).__name__} cannot be written as JSON"
+        raise ConfigError(key, value, why=why, remedy="give a number, a string, true, false, null, a list or an object")
+
+    copied: dict[str, Any] = json.loads(json.dumps(given, default=convert))
+    return copied
+
+
+def _leaves(given: object, at: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the dotted key and the value of everything in a config."""
+    items = given.items() if isinstance(given, Mapping) else enumerate(given) if isinstance(given, list | tuple) else ()
+    for key, value in items:
+        path = f"{at}.{key}" if at else str(key)
+        yield path, value
+        yield from _leaves(value, path)
 
 
 def _run(module: str, raw: dict[str, Any], options: Sequence[str], *, error: type[HeadraceError]) -> None:

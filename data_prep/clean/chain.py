@@ -17,7 +17,7 @@ from data_prep.clean.blocklists import UrlBlocklist, WordBlocklist
 from data_prep.clean.c4 import C4
 from data_prep.clean.decontamination import Decontaminate
 from data_prep.clean.document import Document
-from data_prep.clean.external import Datatrove
+from data_prep.clean.external import Datatrove, OwnFilter
 from data_prep.clean.fineweb import FineWebQuality
 from data_prep.clean.gopher import GopherQuality, GopherRepetition
 from data_prep.clean.language import Language
@@ -112,11 +112,15 @@ def record_fields(steps: Sequence[config.StepSection]) -> tuple[str, ...]:
             names.append(section.field)
         elif isinstance(section, config.DatatroveSection):
             names += section.metadata
+        elif isinstance(section, config.FunctionSection):
+            names += section.fields
     return tuple(dict.fromkeys(names))
 
 
 def step_label(section: config.StepSection) -> str:
-    """Label of a step in counts of drops and edits: its name; for a filter of datatrove, with the class name."""
+    """Label of a step in counts of drops and edits: its name; the class or function of a filter from elsewhere."""
+    if isinstance(section, config.FunctionSection):
+        return section.function
     return f"datatrove.{section.filter}" if isinstance(section, config.DatatroveSection) else section.step
 
 
@@ -131,6 +135,12 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "missing"
+
+
+def _external(section: config.DatatroveSection | config.FunctionSection, field: str) -> Rule:
+    if isinstance(section, config.FunctionSection):
+        return OwnFilter(section, field=field)
+    return Datatrove(section, field=field)
 
 
 class _RuleFactory:
@@ -150,8 +160,8 @@ class _RuleFactory:
                 return C4(section)
             case config.PIISection():
                 return PII(section)
-            case config.DatatroveSection():
-                return Datatrove(section, field=field)
+            case config.DatatroveSection() | config.FunctionSection():
+                return _external(section, field)
         return self._quality_rule(section, field) or self._list_rule(section, field)
 
     def _quality_rule(self, section: config.StepSection, field: str) -> Rule | None:

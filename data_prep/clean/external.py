@@ -1,4 +1,4 @@
-"""Cleaning step that runs a filter of datatrove."""
+"""Cleaning steps that run a filter of datatrove, or a function of the user."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from data_prep.clean.document import Document
 from data_prep.clean.optional import import_optional
-from data_prep.config.cleaning import DatatroveSection
-from foundation.errors import ConfigError
+from data_prep.config.cleaning import DatatroveSection, FunctionSection
+from foundation.errors import ConfigError, DataError
 from foundation.section import suggest
+from foundation.user_function import load_function
 
 _RANDOM = "it draws at random, so the output would depend on the order of the documents"
 _UNSUPPORTED = {
@@ -39,6 +40,32 @@ class Datatrove:
         if not kept:
             return reason or "filtered"
         return document if theirs.text == document.text else Document(theirs.text)
+
+
+class OwnFilter:
+    """The cleaning step of `FunctionSection`. The function must give the same result for the same text."""
+
+    def __init__(self, section: FunctionSection, *, field: str) -> None:
+        self._function, self._fields = load_function(section.function, field=f"{field}.function"), section.fields
+
+    def __call__(self, document: Document, fields: Mapping[str, Any]) -> Document | str:
+        """Implements `chain.Rule`.
+
+        Raises:
+            DataError: the function fails, or returns neither a string nor None.
+        """
+        name = self._function.name
+        try:
+            result = self._function.call(document.text, {each: fields.get(each) for each in self._fields})
+        except Exception as error:  # the user's code runs here
+            text = f"{name} failed with {type(error).__name__}: {error}; on the text {document.text[:80]!r}"
+            raise DataError(f"{text}\n  try: mend the function; it is called as {name}(text, fields)") from error
+        if result is None:
+            return "filtered"
+        if not isinstance(result, str):
+            why = f"{name} returned {type(result).__name__}"
+            raise DataError(f"{why}\n  try: return the text, an edited text, or None to drop the document")
+        return document if result == document.text else Document(result)
 
 
 def _make(section: DatatroveSection, filters: Any, *, field: str) -> Any:

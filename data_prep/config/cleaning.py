@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from foundation.errors import ConfigError
 from foundation.paths import LocalPath
 from foundation.section import Count, Index, Section, parse, suggest
+from foundation.user_function import FunctionName, load_function
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -327,6 +328,21 @@ class DatatroveSection(StepSection):
         return ["datatrove"]
 
 
+class FunctionSection(StepSection):
+    """A filter of your own: a function of the text that returns the text, an edited one, or None to drop it."""
+
+    step: Literal["function"] = Field("function", description='name of the step: "function"')
+    function: FunctionName = Field(
+        description='your function as module:function, e.g. "my_filters:long_enough"; it gets the text and a dict of '
+        "the fields, and returns the text, an edited text, or None, which drops it"
+    )
+    fields: list[str] = Field([], description='fields of the record that the function reads, e.g. ["url"]')
+
+    def files(self) -> list[str]:
+        """Implements `StepSection.files`: the module's file, so that a change of it is detected."""
+        return [str(load_function(self.function, field="clean.function").path)]
+
+
 SECTIONS: dict[str, type[StepSection]] = {
     section.model_fields["step"].default: section
     for section in (
@@ -341,6 +357,7 @@ SECTIONS: dict[str, type[StepSection]] = {
         WordBlocklistSection,
         DecontaminateSection,
         DatatroveSection,
+        FunctionSection,
     )
 }
 """The section classes by the name of their step."""
@@ -375,7 +392,8 @@ CleaningStep = Annotated[
     | UrlBlocklistSection
     | WordBlocklistSection
     | DecontaminateSection
-    | DatatroveSection,
+    | DatatroveSection
+    | FunctionSection,
     Field(discriminator="step"),
 ]
 

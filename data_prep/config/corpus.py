@@ -12,15 +12,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from data_prep.config.cleaning import CleaningSteps
+from data_prep.config.cleaning import CleaningSteps, StepSection, parse_steps
 from data_prep.config.dedup import DedupSection
 from data_prep.config.text_policy import TextPolicy
 from foundation import configfile
 from foundation.errors import ConfigError
 from foundation.paths import LocalPath, PathOrUrl
 from foundation.section import Section, parse
+from foundation.user_function import FunctionName
 
-SourceType = Literal["text", "jsonl", "parquet", "datasets", "arrow", "warc", "webdataset"]
+SourceType = Literal["text", "jsonl", "parquet", "datasets", "arrow", "warc", "webdataset", "function"]
 EngineChoice = Literal["auto", "fastokens", "gigatoken", "tokenizers", "sentencepiece"]
 TrainedKind = Literal["bpe", "sentencepiece-unigram", "sentencepiece-bpe"]
 
@@ -51,7 +52,7 @@ class Source(Section):
     type: SourceType | None = Field(
         None,
         description='file format: "text", "jsonl", "parquet", "datasets" (save_to_disk), "arrow" (IPC, Feather), '
-        '"warc" (WARC, WET) or "webdataset" (tar); null infers it from the file names',
+        '"warc" (WARC, WET), "webdataset" (tar) or "function" (see "reader"); null infers it from the file names',
     )
     path: str | list[str] | None = Field(
         None,
@@ -65,6 +66,16 @@ class Source(Section):
     )
     exclude: list[str] = Field(
         [], description='globs of file names or relative paths to leave out, e.g. ["drafts/*", "*.min.js"]'
+    )
+    reader: FunctionName | None = Field(
+        None,
+        description='your own reader as module:function, e.g. "my_readers:read_mbox", for the type "function": it gets '
+        "the path of a file and yields its records in order, as dicts; null: the reader of the type",
+    )
+    clean: CleaningSteps | None = Field(
+        None,
+        description='cleaning steps of this source instead of the global ones, e.g. [{"step": "unicode"}] for code; '
+        '[]: none; null: those of the config\'s "clean"',
     )
     text_field: str = Field(
         "text",
@@ -117,6 +128,8 @@ class Source(Section):
         for key, why in _OWN_ARGUMENTS.items() if self.builder is not None else ():
             if key in self.kwargs:
                 raise ValueError(f"kwargs.{key}: {why}")
+        if (self.reader is None) == (self.type == "function"):
+            raise ValueError('a source with a reader needs "type": "function", and one of that type a reader')
         if not self.paths and self.builder is None:
             raise ValueError("the list of paths is empty: give at least one path")
         if self.label == TOKENIZER_PARENT:
@@ -292,6 +305,15 @@ class CorpusConfig(Section):
         "longer one is skipped as unreadable, e.g. 268435456 (256 MiB)",
     )
 
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _check_steps(cls, raw: object) -> object:
+        """Checks the cleaning steps of sources, so that an error names the source."""
+        for i, source in enumerate(raw if isinstance(raw, list) else []):
+            if isinstance(source, dict) and isinstance(steps := source.get("clean"), list):
+                parse_steps([step for step in steps if isinstance(step, dict)], at=f"sources.{i}.clean")
+        return raw
+
     @model_validator(mode="after")
     def _check_bos(self) -> CorpusConfig:
         if self.prepend_bos and self.tokenizer.train is not None and self.tokenizer.bos_token is None:
@@ -321,9 +343,11 @@ class CorpusConfig(Section):
     @model_validator(mode="after")
     def _check_conversations(self) -> CorpusConfig:
         lines = self.dedup is not None and self.dedup.lines is not None
-        if self.has_conversations and (self.clean or lines):
-            label = next(source.label for source in self.sources if source.messages_field is not None)
-            which = "clean" if self.clean else "dedup.lines"
+        chats = [source for source in self.sources if source.messages_field is not None]
+        cleaned = [source for source in chats if self.steps_of(source)]
+        if cleaned or (chats and lines):
+            label = (cleaned or chats)[0].label
+            which = "clean" if cleaned else "dedup.lines"
             raise ValueError(
                 f"{which} applies to plain texts only, and source '{label}' holds conversations: "
                 "prepare them in a separate job, and mix the two outputs in training"
@@ -340,6 +364,9 @@ class CorpusConfig(Section):
         if self.tokenizer.date is None:
             del identity["tokenizer"]["date"]
         for source in identity["sources"]:
+            for key in ("clean", "reader"):
+                if source[key] is None:
+                    del source[key]
             if not source["seen"]:
                 del source["seen"]
         if self.dedup is not None and self.dedup.near is not None and self.dedup.near.clusters == "connected":
@@ -355,6 +382,15 @@ class CorpusConfig(Section):
     def has_conversations(self) -> bool:
         """Whether a source holds conversations; the token files then have loss masks."""
         return any(source.messages_field is not None for source in self.sources)
+
+    def steps_of(self, source: Source) -> Sequence[StepSection]:
+        """Cleaning steps of a source: its own, or those of the config."""
+        return self.clean if source.clean is None else source.clean
+
+    @property
+    def all_steps(self) -> list[StepSection]:
+        """Cleaning steps of the config and of all sources."""
+        return [*self.clean, *(step for source in self.sources for step in source.clean or ())]
 
     def text_policy(self) -> TextPolicy:
         """The policy for BOS, EOS and special tokens."""

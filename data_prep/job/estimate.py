@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.finish import name_long_words
 from data_prep.sources.units import Plan, Unit, is_divisible
-from data_prep.task import Counts
 from data_prep.tasks.make_tokenizer import TokenizerTask, tokenizer_folder
 from data_prep.tasks.map import MapTask
 from data_prep.tasks.tokenizer_sample import SPREAD, sample_texts
@@ -21,14 +23,15 @@ from foundation.errors import ConfigError, HeadraceError
 if TYPE_CHECKING:
     from data_prep.tokenizer.store import SpooledTexts
 
-_WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 8 << 20, 16 << 20, 64 << 20
+_WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 4 << 20, 16 << 20, 64 << 20
+_LEAST_BYTES, _PLACES = 1 << 19, 8
+"""Stored bytes that are measured of a small source, and the number of places in a source."""
+_TOO_MUCH = 0.5
+_ENOUGH_TEXT = 1 << 20
 _MIN_BYTES = 2 << 20
 _SAMPLE_BYTES = 4 << 20
 """Bytes of text for the two trainings of the estimate, on all of it and on a quarter. With 32,000 ids, the line through
 the two times gives 10 to 30 % less than the time for 16 MiB: docs/log.md, Data prep."""
-_SMALL_SHARE = 4
-
-
 _SMALL_SHARE = 4
 _FEW_IDS = 4096
 
@@ -54,9 +57,34 @@ class TrainingTimes:
             text_bytes: bytes of text in the sample.
         """
         more_text = max(1, self.large[0] - self.small[0])
-        # at least half the mean: another process may have slowed the small training down
-        per_byte = max((self.large[1] - self.small[1]) / more_text, self.large[1] / max(1, self.large[0]) / 2)
+        per_byte = max(0.0, (self.large[1] - self.small[1]) / more_text)
+        if self.large[0] >= _ENOUGH_TEXT:  # of less text, most of the time does not depend on its size
+            # at least half the mean: another process may have slowed the small training down
+            per_byte = max(per_byte, self.large[1] / self.large[0] / 2)
         return self.read_s * read_bytes + max(0.0, self.large[1] + per_byte * (text_bytes - self.large[0]))
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The share of a source's documents that a cleaning step drops, measured on a part of the source.
+
+    Attributes:
+        share: from 0 to 1.
+        documents: documents in the measured part.
+    """
+
+    source: str
+    step: str
+    share: float
+    documents: int
+
+    def line(self) -> str:
+        """The share; above one half with a warning."""
+        text = f"{self.source}: {self.step} drops {self.share:.0%} of {self.documents:,} documents measured"
+        if self.share <= _TOO_MUCH:
+            return text
+        remedy = "other steps for this source alone: sources.N.clean"
+        return f"warning: {text}; is it made for such text? For {remedy}"
 
 
 @dataclass(frozen=True)
@@ -66,18 +94,18 @@ class Estimate:
     Attributes:
         mb_per_s: 10^6 bytes of stored input per second and worker.
         stored_bytes: stored size of the whole input, in bytes.
-        tokens_per_byte: tokens per byte of stored input.
+        tokens: tokens that the job writes, without deduplication, if the corpus resembles the measured part.
         training_s: seconds to train the tokenizer, on one machine before the map phase; 0 for a given tokenizer.
         long_words: documents of the measured part with very long words (`finish.name_long_words`).
-        seen_bytes: bytes of the whole input that are read but not written.
+        drops: share of each source's documents that each cleaning step drops.
     """
 
     mb_per_s: float
     stored_bytes: int
-    tokens_per_byte: float
+    tokens: int
     training_s: float = 0.0
     long_words: tuple[dict[str, Any], ...] = ()
-    seen_bytes: int = 0
+    drops: tuple[Drop, ...] = ()
 
     def map_seconds(self, workers: int) -> float:
         """Duration of the map phase in seconds, on `workers` workers of this speed."""
@@ -87,50 +115,68 @@ class Estimate:
         """Duration of the training and of the map phase, in seconds."""
         return self.training_s + self.map_seconds(workers)
 
-    @property
-    def tokens(self) -> int:
-        """Estimated number of tokens written for the whole corpus, if it resembles the measured part."""
-        return round(self.tokens_per_byte * (self.stored_bytes - self.seen_bytes))
-
 
 def estimate(config: CorpusConfig, plan: Plan) -> Estimate | None:
-    """Maps some of the input and times it; None if too little of it can be read in parts.
+    """Maps some of every source and times it; None if too little of the input can be read in parts.
 
-    A tokenizer that is still to be trained is replaced by one trained on less text, which is about as fast.
+    Sources are measured in proportion to their size, at several places each, and small ones at least a little. A
+    tokenizer that is still to be trained is replaced by one trained on less text, which is about as fast.
     """
-    seen = {source.label for source in config.sources if source.seen}
-    units = [unit for task in plan for unit in task if unit.source not in seen]
-    total = _bytes_of(units)
-    seen_bytes = sum(map(_bytes_of, plan)) - total
-    warm_up, timed = list(_take_bytes(units, _WARM_UP_BYTES)), list(_take_bytes(list(reversed(units)), _TIMED_BYTES))
-    stored = _bytes_of(timed)
-    if not warm_up or stored < _MIN_BYTES:
+    labels = [source.label for source in config.sources]
+    units = {source.label: [u for task in plan for u in task if u.source == source.label] for source in config.sources}
+    seen_bytes = sum(_bytes_of(units[source.label]) for source in config.sources if source.seen)
+    sizes = np.array([0 if source.seen else _bytes_of(units[source.label]) for source in config.sources], np.int64)
+    total = int(sizes.sum())
+    parts = [_sampled(units[name], int(size), total=total) for name, size in zip(labels, sizes, strict=True)]
+    sampled, timed = np.array(list(map(_bytes_of, parts))), [unit for part in parts for unit in part]
+    if (stored := int(sampled.sum())) < _MIN_BYTES:
         return None
-    counted = Counts()
-
-    def count(counts: Counts) -> None:
-        nonlocal counted
-        counted = counted + counts
-
     with tempfile.TemporaryDirectory(prefix="headrace-plan-") as directory:
         work = Path(directory)
         small_config, training = _estimate_config(config), None
         if config.tokenizer.train is not None:
-            small_config, training = _time_training(small_config, config, warm_up, total=total, work=work)
-        TokenizerTask(warm_up, small_config, work / "tokenizer", work / "store").run(lambda _counts: None)
-        folder = tokenizer_folder(work / "tokenizer")
-        markers = [MapTask(0, warm_up, small_config, folder, work / "warm-up").run(lambda _counts: None)]
+            small_config, training = _time_training(small_config, config, timed, total=total, work=work)
+        TokenizerTask(timed, small_config, work / "tokenizer", work / "store").run(lambda _counts: None)
+        folder, first = tokenizer_folder(work / "tokenizer"), list(_take_bytes(timed, _WARM_UP_BYTES))
+        MapTask(0, first, small_config, folder, work / "warm-up").run(lambda _counts: None)
         began = time.perf_counter()
-        markers.append(MapTask(1, timed, small_config, folder, work / "timed").run(count))
+        marker = MapTask(1, timed, small_config, folder, work / "timed").run(lambda _counts: None)
         seconds = time.perf_counter() - began
+    counted = np.array(marker["counts"], np.int64).sum(1)  # [sources, 3]
+    _, tokens, text = (counted * (sizes / np.maximum(1, sampled))[:, None]).sum(0)
     training_s = 0.0
     if training is not None:
         wanted = config.tokenizer.sample_bytes
-        text = int(counted.text_bytes / stored * total * (1 - config.heldout_fraction))
-        training_s = training.seconds(read_bytes=_read_bytes(wanted, total), text_bytes=min(wanted, text))
-    long_words = tuple(name_long_words(markers))
-    speed, tokens = stored / 1e6 / seconds, counted.tokens / stored
-    return Estimate(speed, total + seen_bytes, tokens, training_s, long_words, seen_bytes)
+        train_text = int(text * (1 - config.heldout_fraction))
+        training_s = training.seconds(read_bytes=_read_bytes(wanted, total), text_bytes=min(wanted, train_text))
+    return Estimate(
+        mb_per_s=stored / 1e6 / seconds,
+        stored_bytes=total + seen_bytes,
+        tokens=round(tokens),
+        training_s=training_s,
+        long_words=tuple(name_long_words([marker])),
+        drops=tuple(_drops(marker["dropped_by_source"], dict(zip(labels, counted[:, 0].tolist(), strict=True)))),
+    )
+
+
+def _drops(dropped: dict[str, dict[str, int]], kept: dict[str, int]) -> Iterator[Drop]:
+    """Yields the share of each source's documents that each filter drops, by source and the largest share first."""
+    for source, reasons in dropped.items():
+        whole = kept[source] + sum(reasons.values())
+        by_step: Counter[str] = Counter()
+        for reason, count in reasons.items():
+            by_step[reason.rpartition(": ")[0]] += count
+        yield from (Drop(source, step, count / whole, whole) for step, count in by_step.most_common())
+
+
+def _sampled(units: list[Unit], size: int, *, total: int) -> list[Unit]:
+    """Selects units of a source, or beginnings of them, at even distances: its share of `_TIMED_BYTES`."""
+    wanted = min(size, max(_LEAST_BYTES, _TIMED_BYTES * size // max(1, total)))
+    if wanted <= 0:
+        return []
+    stride = max(1, len(units) // _PLACES)
+    ordered = [unit for first in range(stride) for unit in units[first::stride]]
+    return list(_take_bytes(ordered, wanted, each=-(-wanted // min(_PLACES, len(units)))))
 
 
 def estimate_or_reason(config: CorpusConfig, plan: Plan) -> Estimate | str:
@@ -209,15 +255,16 @@ def _estimate_config(config: CorpusConfig) -> CorpusConfig:
     return _with_tokenizer(small, sample_bytes=min(_SAMPLE_BYTES, config.tokenizer.sample_bytes))
 
 
-def _take_bytes(units: list[Unit], wanted: int) -> Iterator[Unit]:
-    """Yields units of about `wanted` bytes; a long one of uncompressed jsonl is shortened."""
+def _take_bytes(units: list[Unit], wanted: int, *, each: int | None = None) -> Iterator[Unit]:
+    """Yields units of about `wanted` bytes; of uncompressed jsonl only the first `each` bytes of a unit."""
     for unit in units:
-        size = unit.end - unit.start
+        size, most = unit.end - unit.start, min(wanted, each or wanted)
         if wanted <= 0:
             return
-        if size > wanted and is_divisible(unit.type, unit.path):
-            yield replace(unit, end=unit.start + wanted, parts=max(2, unit.parts))
-            return
+        if size > most and is_divisible(unit.type, unit.path):
+            yield replace(unit, end=unit.start + most, parts=max(2, unit.parts))
+            wanted -= most
+            continue
         if size <= _LARGEST_UNIT:
             yield unit
             wanted -= size

@@ -23,7 +23,7 @@ from data_prep.job.uploads import SKIPPED, SOURCES
 from data_prep.sources.bad_records import BadRecordCount
 from data_prep.sources.records import BadRecord
 from data_prep.task import MARKER, Marker, read_marker
-from data_prep.tasks.cleaning import DROPPED_TEXTS
+from data_prep.tasks.cleaning import DROPPED_TEXTS, EXAMPLES
 from data_prep.tasks.make_tokenizer import tokenizer_folder
 from data_prep.tasks.map import NAMED_DOCUMENTS, sum_counts
 from data_prep.tasks.reduce import sum_shards
@@ -104,6 +104,8 @@ def finish(
         details["clusters"] = clusters
     if long_words := name_long_words(markers):
         details["long_words"] = long_words
+    if by_source := _dropped_by_source(markers):
+        details["dropped_by_source"] = by_source
     if unprinted := count_by_reason(markers, "unprinted"):
         details["unprinted"] = unprinted
     about: Parents = {"config": job.config.identity(), "parents": _parents(job, files, tokenizer)}
@@ -187,6 +189,19 @@ def _write_skipped(job: Job, tasks: int) -> None:
     with (job.out / SKIPPED).open("wb") as out:
         for i in range(tasks):
             out.write((job.map_directory(i) / BAD_RECORDS).read_bytes())
+
+
+def _dropped_by_source(markers: Sequence[Marker]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Source -> "step: reason" -> `documents`, the number that cleaning dropped, and the first few as `examples`."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for marker in markers:  # markers of older versions have no such counts
+        for source, reasons in marker.get("dropped_by_source", {}).items():
+            for reason, count in reasons.items():
+                entry = found.setdefault(source, {}).setdefault(reason, {"documents": 0, "examples": []})
+                entry["documents"] += count
+                entry["examples"] += marker["dropped_examples"][source][reason]
+                del entry["examples"][EXAMPLES:]
+    return found
 
 
 def _write_dropped(job: Job, tasks: int) -> None:

@@ -21,6 +21,7 @@ from data_prep.sources.units import Unit
 from data_prep.tokenizer.fingerprint import check_path, content_fingerprint
 from foundation.directory import sha256_of_file
 from foundation.errors import ConfigError, DataError
+from foundation.user_function import load_function
 
 _SHOWN = 5  # damaged files shown in a message
 
@@ -92,18 +93,23 @@ def check_schemas(config: CorpusConfig, resolved: Iterable[ResolvedSource]) -> l
 
 
 def cleaning_identity(config: CorpusConfig) -> dict[str, Any] | None:
-    """Dependencies of the cleaning steps besides the config: checksums of the files they read, versions of libraries.
+    """Dependencies of cleaning steps and own readers besides the config: checksums of files, versions of libraries.
 
     Raises:
         ConfigError: a file or a package is missing.
     """
-    if not config.clean:
+    steps = config.all_steps
+    readers = {i: source.reader for i, source in enumerate(config.sources) if source.reader is not None}
+    if not steps and not readers:
         return None
     build_chain(config.clean)  # raises here instead of in every task
-    files = sorted({file for section in config.clean for file in section.files()})
+    for i, source in enumerate(config.sources):
+        build_chain(source.clean or (), at=f"sources.{i}.clean")
+    files = {file for section in steps for file in section.files()}
+    files |= {str(load_function(name, field=f"sources.{i}.reader").path) for i, name in readers.items()}
     return {
-        "files": {file: sha256_of_file(Path(file)) for file in files},
-        "versions": dependency_versions(config.clean),
+        "files": {file: sha256_of_file(Path(file)) for file in sorted(files)},
+        "versions": dependency_versions(steps),
     }
 
 

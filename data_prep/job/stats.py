@@ -14,7 +14,7 @@ from data_prep.tokenizer.long_words import NAMED_CHARACTERS
 from foundation.html import document, html, join
 from foundation.remote_directory import manifest_of
 
-_BAR = 30
+_BAR, _SHOWN = 30, 80
 _WIDTH, _HEIGHT, _GAP = 560, 120, 2
 
 
@@ -36,7 +36,7 @@ class SourceStats:
 
 
 def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[str]]:
-    """Reads the sources of every split, skipped and dropped records by reason, and lines on clusters and long words.
+    """Reads the sources of every split, skipped and dropped records by reason, and further lines.
 
     Args:
         directory: a tokens directory, or its URL.
@@ -51,6 +51,7 @@ def read_stats(directory: str) -> tuple[list[SourceStats], dict[str, int], list[
         for source, sums in entry.get("sources", {}).items()
     ]
     lines = cluster_lines(details.get("clusters"), rows) + long_word_lines(details.get("long_words", []))
+    lines += drop_lines(details.get("dropped_by_source", {}), rows)
     return rows, details["skipped"] | details.get("dropped", {}), lines
 
 
@@ -68,6 +69,25 @@ def cluster_lines(clusters: dict[str, Any] | None, rows: list[SourceStats]) -> l
     lines += [
         f"{of['documents']:,} documents; kept: {of['source']}: {of['file']} at {of['at']}" for of in clusters["largest"]
     ]
+    return lines
+
+
+def drop_lines(dropped: dict[str, dict[str, dict[str, Any]]], rows: list[SourceStats]) -> list[str]:
+    """Lines on the documents that cleaning dropped, by source and filter, with examples.
+
+    Args:
+        dropped: `dropped_by_source` of a manifest.
+        rows: documents that were kept.
+    """
+    lines: list[str] = []
+    for source, reasons in dropped.items():
+        lost = sum(entry["documents"] for entry in reasons.values())
+        whole = lost + sum(row.documents for row in rows if row.source == source)
+        lines.append(f"{source}: cleaning dropped {lost:,} of {whole:,} documents ({lost / whole:.1%})")
+        for reason, entry in sorted(reasons.items(), key=lambda item: -item[1]["documents"]):
+            lines.append(f"{entry['documents']:>14,}  {reason}")
+            for file, at, text in entry["examples"]:
+                lines.append(f"{'':16}{file} at {at}: {' '.join(text.split())[:_SHOWN]}")
     return lines
 
 
@@ -121,7 +141,9 @@ def html_page(directory: Path, rows: list[SourceStats], dropped: dict[str, int],
         body.append(html("<h2>{}</h2>{}", title, _histogram(row.lengths, title)))
     body.append(html("<h2>Skipped or dropped</h2>{}", _reasons(dropped)))
     if lines:
-        body.append(html("<h2>Duplicates and very long words</h2>{}", join(html("<p>{}</p>", line) for line in lines)))
+        body.append(
+            html("<h2>Duplicates, very long words, cleaning</h2>{}", join(html("<p>{}</p>", line) for line in lines))
+        )
     return document(title=directory.name, style=_STYLE, body=join(body, between="\n"))
 
 

@@ -290,7 +290,7 @@ def _ambiguous_type(at: str, found: str) -> ConfigError:
 
 def _usual(kind: SourceType, names: list[str]) -> tuple[str, ...]:
     """Patterns of the usual file names of a type."""
-    usual = (_DEFAULTS | _ARCHIVES).get(kind, ("*.arrow",))
+    usual = ("*",) if kind == "function" else (_DEFAULTS | _ARCHIVES).get(kind, ("*.arrow",))
     return _JSON if kind == "jsonl" and not any(_matches(name, usual) for name in names) else usual
 
 

@@ -24,7 +24,14 @@ def wanted_fields(source: Source, others: Sequence[str] = (), *, max_bytes: int 
     given = source.messages_field or source.text_field
     *prompt, text = [given] if isinstance(given, str) else given
     return WantedFields(
-        text, source.id_field, tuple(others), conversation=chat, prompt=tuple(prompt), tools=tools, max_bytes=max_bytes
+        text,
+        source.id_field,
+        tuple(others),
+        conversation=chat,
+        prompt=tuple(prompt),
+        tools=tools,
+        max_bytes=max_bytes,
+        reader=source.reader,
     )
 
 
@@ -70,6 +77,10 @@ def _batches(unit: Unit, wanted: WantedFields, digest: Digest) -> Iterator[TextB
 
         read = warc.read if unit.type == "warc" else webdataset.read
         return read(path, source=source, file=file, wanted=wanted, digest=digest)
+    if unit.type == "function":
+        from data_prep.sources import own_reader  # noqa: PLC0415
+
+        return own_reader.read(path, source=source, file=file, wanted=wanted)
     from data_prep.sources import hf, parquet  # noqa: PLC0415
 
     if unit.type == "parquet":

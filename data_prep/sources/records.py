@@ -79,6 +79,7 @@ class WantedFields:
         prompt: for conversations of one turn, the fields of the user's message.
         tools: for conversations, the field with their tools, or None.
         max_bytes: length of the longest record to read (`max_record_bytes` of the config); None: no limit.
+        reader: the user's reader as "module:function"; None for the reader of the source's type.
     """
 
     text: str
@@ -88,6 +89,7 @@ class WantedFields:
     prompt: tuple[str, ...] = ()
     tools: str | None = None
     max_bytes: int | None = None
+    reader: str | None = None
 
     @cached_property
     def extra(self) -> tuple[str, ...]:

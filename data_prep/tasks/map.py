@@ -101,6 +101,8 @@ class _Mapper:
             "skipped": dict(sorted(self._stream.skipped.items())),
             "dropped": dict(sorted(cleaner.dropped.items())),
             "dropped_bytes": dict(sorted(cleaner.dropped_bytes.items())),
+            "dropped_by_source": {name: dict(sorted(of.items())) for name, of in sorted(cleaner.by_source.items())},
+            "dropped_examples": {name: dict(sorted(of.items())) for name, of in sorted(cleaner.examples.items())},
             "edited": dict(sorted(cleaner.edits.items())),
             "files": self._stream.files,
             "long_words": self._named_long_words(),

@@ -113,7 +113,7 @@ class _SampleReader:
             if source.messages_field is not None:
                 texts, hashed = self._conversations([batch.texts[i] for i in chosen])
             else:
-                texts = hashed = self._cleaned(batch, chosen)
+                texts = hashed = self._cleaned(batch, chosen, piece)
             raw = [text.encode() for text in texts]
             for i in np.flatnonzero(~self._heldout(hashed)):
                 if raw[i]:
@@ -129,10 +129,10 @@ class _SampleReader:
         chosen: list[int] = np.flatnonzero((until_high | (high >= 1)) & ~until_low).tolist()
         return chosen
 
-    def _cleaned(self, batch: TextBatch, chosen: list[int]) -> list[str]:
+    def _cleaned(self, batch: TextBatch, chosen: list[int], piece: Unit) -> list[str]:
         texts = [batch.texts[i] for i in chosen]
         fields = [batch.fields[i] for i in chosen] if batch.fields else []
-        cleaned = self._cleaner.clean(texts, fields, lambda _i: ("", "", 0))
+        cleaned = self._cleaner.clean(texts, fields, lambda i: (piece.source, piece.file, batch.at[chosen[i]]))
         return texts if cleaned is None else cleaned[0]
 
     def _conversations(self, lines: list[str]) -> tuple[list[str], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.memory.memory_copies import MemoryCopies
@@ -27,9 +28,12 @@ from pipeline.run.trainer import Trainer
 from pipeline.run.uploads.uploads import Uploads
 from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.metrics.journal import Journal
+from pipeline.runtime.metrics.mlflow_sink import MlflowSink
+from pipeline.runtime.metrics.prometheus_file import PrometheusFile
 from pipeline.runtime.metrics.sinks import Sink
 from pipeline.runtime.metrics.step_clock import StepClock
 from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
+from pipeline.runtime.metrics.user_sink import UserSink
 from pipeline.runtime.metrics.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
@@ -37,16 +41,34 @@ if TYPE_CHECKING:
 
 
 def open_services(prepared: PreparedRun, stack: ExitStack) -> list[Sink]:
-    """Opens the tracking services that the config enables; `stack` closes them."""
+    """Opens the trackers that the config enables; `stack` closes them. A tracker that is not enabled is not imported.
+
+    Raises:
+        ConfigError: the user's own tracker cannot be opened.
+    """
     config, written = prepared.run.config, prepared.run.written_config.model_dump(mode="json")
-    sinks: list[WandbSink | TensorBoardSink] = []
+    run_dir, steps = prepared.run_dir, prepared.run.steps
+    sinks: list[WandbSink | TensorBoardSink | PrometheusFile | UserSink] = []
+    others: list[Sink] = []
     if config.wandb.enabled:
-        sinks.append(WandbSink(config.wandb, prepared.run_dir, config=written))
+        sinks.append(WandbSink(config.wandb, run_dir, config=written))
     if config.tensorboard.enabled:
-        sinks.append(TensorBoardSink(config.tensorboard, run_dir=str(prepared.run_dir)))
+        sinks.append(TensorBoardSink(config.tensorboard, run_dir=str(run_dir)))
+    if config.prometheus.path is not None:
+        sinks.append(PrometheusFile(Path(config.prometheus.path), run_dir, steps=steps))
+    for i, function in enumerate(prepared.functions.sinks):
+        sinks.append(UserSink(function, run_dir, config=written, field=f"sinks.{i}"))
+    if config.mlflow.enabled:
+        mlflow = MlflowSink(config.mlflow, run_dir, config=written, steps=steps)
+        stack.push(partial(_end, mlflow))
+        others.append(mlflow)
     for sink in sinks:
         stack.callback(sink.close)
-    return [*sinks]
+    return [*sinks, *others]
+
+
+def _end(sink: MlflowSink, kind: type[BaseException] | None, *_error: object) -> None:
+    sink.end(failed=kind is not None and kind is not KeyboardInterrupt)
 
 
 def open_journal(attempt: Attempt, prepared: PreparedRun, *, from_step: int, stack: ExitStack) -> Journal:

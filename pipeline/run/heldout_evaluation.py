@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.dataset import TokenDataset
@@ -24,7 +24,7 @@ from pipeline.runtime.launch.errors_on_all_ranks import on_rank_zero
 from pipeline.runtime.launch.host_copy import HostCopy
 from pipeline.runtime.metrics.journal import read_rows
 from pipeline.runtime.metrics.perplexity import bits_per_byte, perplexity, show_bits_per_byte
-from pipeline.runtime.metrics.sinks import HELD_OUT, TASK
+from pipeline.runtime.metrics.sinks import HELD_OUT, SOURCES, TASK
 
 if TYPE_CHECKING:
     from pipeline.evaluation.tasks.encode import EncodedTask
@@ -151,11 +151,13 @@ class HeldOutEvaluation:
     def _report(self, step: int, scored: Scored, averaged: Scored, *, seconds: float, rate: float | None) -> None:
         targets = sum(sums.targets for _, sums in scored)
         loss, per_byte = sum(sums.nats for _, sums in scored) / targets, _bits_per_byte(scored)
-        row = {"loss": loss, "perplexity": perplexity(loss)}
+        row: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
         if per_byte is not None:
             row["bits_per_byte"] = per_byte
         if averaged:
             row["ema_loss"] = sum(sums.nats for _, sums in averaged) / targets
+        if len(scored) > 1:
+            row[SOURCES] = {dataset.label: sums.nats / sums.targets for dataset, sums in scored}
         ema = f", EMA {row['ema_loss']:.4f}" if averaged else ""
         drafts = "" if rate is None else f", {rate:.1%} of the drafts of mtp accepted"
         if rate is not None:

@@ -45,7 +45,9 @@ from pipeline.models.layers import original_name
 from pipeline.models.routers import has_experts
 from pipeline.run.branch import Origin, check_origin, find_origin
 from pipeline.run.resume import check_run_dir
+from pipeline.run.user_functions import NO_FUNCTIONS, UserFunctions, load_functions
 from pipeline.runtime.launch import detect
+from pipeline.runtime.metrics.mlflow_sink import check_mlflow
 from pipeline.runtime.metrics.tensorboard_sink import check_tensorboard
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class PreparedRun:
         stages: all stages of the run, this one included, in order; empty without stages, and within this list.
         orders: order of the samples of every stage; of the run itself without stages.
         origin: checkpoint of another run with which the run begins (`run.from`); None without one.
+        functions: loss, callbacks and trackers that the user wrote.
     """
 
     run: ResolvedRun
@@ -95,6 +98,7 @@ class PreparedRun:
     stages: tuple[PreparedRun, ...] = ()
     orders: tuple[SampleOrder, ...] = ()
     origin: Origin | None = None
+    functions: UserFunctions = NO_FUNCTIONS
 
     @property
     def has_experts(self) -> bool:
@@ -185,6 +189,8 @@ def _prepare(run: ResolvedRun, mixture: DataMixture, *, first: bool) -> Prepared
     tasks = _tasks(run, model, mixture.sources[0].tokenizer)
     check_disks(config.zero_optimization)
     check_tensorboard(config.tensorboard)
+    check_mlflow(config.mlflow)
+    functions = load_functions(config)
     values = first_values(config.model, model, seed=config.run.seed)
     size = measure(model, hf_config, sequence_length=config.data.sequence_length)
     section = config.run
@@ -205,11 +211,25 @@ def _prepare(run: ResolvedRun, mixture: DataMixture, *, first: bool) -> Prepared
     if logits is not None:  # a directory with more of the same records is equivalent
         prints["distill.logits.fingerprint"] = logits.format.content
     # absent from other runs' curves, and from checkpoints older than the field
-    sparse = {"fp8.experts": True} if experts_in_fp8(config.fp8, model) else {}
+    sparse = ({"fp8.experts": True} if experts_in_fp8(config.fp8, model) else {}) | functions.curve()
     curve = {**curve_fields(run), **sparse, "model.resolved": plain, **prints}
     generation = None if config.model.path is None else read_generation(local_folder(config.model.path))
     return PreparedRun(
-        run, mixture, heldout, model, values, plain, generation, size, store, curve, parents, teacher, logits, tasks
+        run,
+        mixture,
+        heldout,
+        model,
+        values,
+        plain,
+        generation,
+        size,
+        store,
+        curve,
+        parents,
+        teacher,
+        logits,
+        tasks,
+        functions=functions,
     )
 
 

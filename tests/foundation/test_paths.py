@@ -37,6 +37,8 @@ NO_PATHS = {
     "evaluation.tasks[].name",
     "run.dir",  # a run may be in an object store
     "tensorboard.job_name",
+    "callbacks",
+    "sinks",
     "sources[].path",  # data prep reads URLs
     "sources[].name",
     "sources[].include",  # globs within a path

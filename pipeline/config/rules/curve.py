@@ -130,7 +130,7 @@ def recorded_schedule(curve: Mapping[str, Any], step: int) -> Schedule:
         curve: fields of a run, as `joined_curve` returns them or a checkpoint's manifest has them.
         step: a step of the run, from 1.
     """
-    begun = [stage for stage in (curve.get(_STAGES) or {}).values() if stage["after_step"] < step]
+    begun = [stage for stage in (curve.get(STAGES) or {}).values() if stage["after_step"] < step]
     own: Mapping[str, Any] = max(begun, key=lambda stage: int(stage["after_step"]), default={})
     at = "scheduler."
     fields = {**curve["scheduler"], **{key.removeprefix(at): own[key] for key in own if key.startswith(at)}}

@@ -23,6 +23,7 @@ from pipeline.config.rules.fallback_layouts import choose_layout
 from pipeline.config.rules.groups import check_islands, check_replicas_section, refuse_remote_groups
 from pipeline.config.rules.layout import check_layout, check_schedule, micro_batch_constraints, topology_of
 from pipeline.config.rules.multi_token import check_multi_token
+from pipeline.config.rules.own_loss import check_own_loss
 from pipeline.config.rules.parametrization import check_parametrization
 from pipeline.config.rules.precision import (
     check_fp8_precision,
@@ -438,6 +439,7 @@ def _finish(
     check_fp8_tokens(config.fp8, topology, batch)
     check_quantization_aware(config.quantization_aware, topology, fp8=config.fp8)
     check_multi_token(config, topology)
+    check_own_loss(config, topology)
     check_gradient_dtype(config, topology, batch)
     check_secondary_shards(config, topology)
     check_overlap(config, topology, batch, elastic=elastic)

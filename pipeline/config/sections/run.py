@@ -18,6 +18,7 @@ from foundation.errors import RefusedValueError
 from foundation.paths import LocalPath, PathOrUrl
 from foundation.remote_run import working_directory
 from foundation.section import Count, Index, Section
+from foundation.user_function import FunctionName
 from pipeline.config.sections.compression import DistillSection, QuantizationAwareSection
 from pipeline.config.sections.data import DataSection
 from pipeline.config.sections.deepspeed import (
@@ -40,6 +41,7 @@ from pipeline.config.sections.node_checks import NodeChecksSection
 from pipeline.config.sections.optimizers import OptimizerKind, OptimizerSection
 from pipeline.config.sections.parametrization import BaseModelSection
 from pipeline.config.sections.stages import BatchRampSection, StageSection
+from pipeline.config.sections.trackers import MlflowSection, PrometheusSection
 
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
@@ -118,6 +120,12 @@ class LossSection(Section):
         description="Multi-token prediction, e.g. {}: trains the modules that predict further tokens (mtp.*), read from"
         " model.path if it has them, else initialized randomly; an export has them under the names of the family. None"
         " when absent",
+    )
+
+    function: FunctionName | None = Field(
+        None,
+        description="Your own loss instead of cross-entropy, module:function, e.g. my_loss:focal: takes fp32 logits"
+        " [B, T, V] and labels [B, T], and returns the sum over positions whose label is not -100. None when absent",
     )
 
     @property
@@ -583,6 +591,20 @@ class Config(Section):
 
     wandb: WandbSection = WandbSection()
     tensorboard: TensorBoardSection = TensorBoardSection()
+    mlflow: MlflowSection = MlflowSection()
+    prometheus: PrometheusSection = PrometheusSection()
+    callbacks: tuple[FunctionName, ...] = Field(
+        (),
+        description='Your own hooks of the training loop, each module:function, e.g. ["my_hooks:make"]: the function'
+        " gets a HookContext on every rank and returns a pipeline.run.hooks.hook.Hook",
+        strict=False,
+    )
+    sinks: tuple[FunctionName, ...] = Field(
+        (),
+        description='Your own trackers, each module:function, e.g. ["my_tracker:open_sink"]: the function takes the'
+        " run's directory and its config, and returns an object with write(kind, step, **values) and close()",
+        strict=False,
+    )
     steps_per_print: Count | None = Field(
         None, description="Steps between DeepSpeed's own log lines, e.g. 100; none when absent"
     )

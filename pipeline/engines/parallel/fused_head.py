@@ -104,7 +104,9 @@ class FusedHead(nn.Linear):
         )
         if not with_gradient:
             return _loss(hidden, self.weight, self.bias, task)
-        return _FusedLoss.apply(hidden, self.weight, self.bias, task, self.compiled or loss_and_gradient)
+        eager = self.compiled is None or getattr(task.objective, "eager", False)
+        compute = loss_and_gradient if eager else self.compiled
+        return _FusedLoss.apply(hidden, self.weight, self.bias, task, compute)
 
 
 def fuse_head(head: nn.Module) -> None:

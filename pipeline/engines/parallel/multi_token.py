@@ -18,12 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundation.user_function import load_function
 from pipeline.config.sections.run import LossSection
 from pipeline.data.micro_batch import IGNORE, MicroBatch
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.engines.parallel.collectives import all_gather
 from pipeline.engines.parallel.fused_head import LossFunction
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
+from pipeline.engines.user_loss import FIELD, UserLoss
 from pipeline.models.multi_token import LayerCall, modules_of
 
 
@@ -98,8 +100,14 @@ class MultiTokenLoss(MultiTokenObjective):
         return (total + self._weight * mean, *reported)
 
 
-def training_loss(section: LossSection) -> CrossEntropy | MultiTokenLoss:
-    """Returns the objective of a training without a teacher, from the config's section."""
+def training_loss(section: LossSection) -> CrossEntropy | MultiTokenLoss | UserLoss:
+    """Returns the objective of a training without a teacher, from the config's section.
+
+    Raises:
+        ConfigError: the user's own loss cannot be imported.
+    """
+    if section.function is not None:
+        return UserLoss(load_function(section.function, field=FIELD).call)
     base = CrossEntropy(z_loss=section.z_loss)
     return base if section.mtp is None else MultiTokenLoss(base, depth=section.mtp.depth, weight=section.mtp.weight)
 

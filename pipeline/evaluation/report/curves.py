@@ -8,11 +8,15 @@ from typing import Any
 
 from foundation.task_figures import NAMES
 from pipeline.evaluation.report.charts import Chart, ChartLine
-from pipeline.evaluation.report.runs import RunRecord, StageBand
+from pipeline.evaluation.report.runs import MEMORY, RunRecord, StageBand
 from pipeline.evaluation.report.series import POINTS, smoothing_window
 
 COMPARABLE = 8.0
 """Runs whose lengths in tokens differ by a larger factor get separate charts: the shorter would be barely visible."""
+
+
+SOURCE_CHARTS = 12
+"""Number of sources with a chart of their own."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def loss_chart(group: CurveGroup) -> Chart:
 
 
 def side_charts(group: CurveGroup) -> list[Chart]:
-    """Learning rate, gradient norm, tokens/s; for distilled runs also the KL divergence from the teacher."""
+    """Learning rate, gradient norm, tokens/s, MFU, memory, KL from a teacher; held-out loss by source; tasks."""
 
     def chart(key: str, title: str, **how: Any) -> Chart:
         lines = [_line(place, key, run=run) for place, run in group.runs if run.has(key)]
@@ -55,9 +59,27 @@ def side_charts(group: CurveGroup) -> list[Chart]:
         chart("lr", "Learning rate", show=_short, smoothed=False),
         chart("grad_norm", "Gradient norm, before clipping", cut=True),
         chart("tokens_per_second", "Training speed, tokens/s", show=_short),
+        chart("mfu", "Model FLOPs utilization (MFU)"),
+        _memory_chart(group),
         chart("kl", "KL to the teacher, nats per token", cut=True),
     ]
-    return [*(one for one in charts if one.lines), *_task_charts(group)]
+    return [*(one for one in charts if one.lines), *_source_charts(group), *_task_charts(group)]
+
+
+def _memory_chart(group: CurveGroup) -> Chart:
+    """Peak memory of the rank that needs most."""
+    found = [(place, run, key) for place, run in group.runs for key in MEMORY if run.has(key)]
+    lines = [ChartLine(place, run.name, run.series("tokens"), run.series(key) / 2**30) for place, run, key in found]
+    return Chart(f"{group.name}-memory", "Peak memory of a rank, GiB", lines, from_zero=True, smoothed=False)
+
+
+def _source_charts(group: CurveGroup) -> Iterator[Chart]:
+    """Yields a chart of the held-out loss of each source, of the first `SOURCE_CHARTS`."""
+    losses = [(place, run, run.source_losses()) for place, run in group.runs]
+    names = list(dict.fromkeys(name for _, _, each in losses for name in each))
+    for number, name in enumerate(names[:SOURCE_CHARTS]):
+        lines = [ChartLine(place, run.name, *each[name]) for place, run, each in losses if name in each]
+        yield Chart(f"{group.name}-source{number}", f"Held-out loss of {name}, nats per token", lines, smoothed=False)
 
 
 def _task_charts(group: CurveGroup) -> Iterator[Chart]:

@@ -39,8 +39,8 @@ function activate(box) {
   const chart = charts[box.dataset.chart], svg = box.querySelector("svg");
   if (!chart || !svg) return;
   const [left, top, right, bottom] = box.dataset.area.split(",").map(Number);
-  const whole = { x: chart.x, y: chart.y };
-  let view = whole, from = null;
+  const first = { x: chart.x, y: chart.y };
+  let whole = first, view = whole, from = null;
   const drawing = [...svg.children];
   const layer = element("g", { class: "zoomed" }, svg);
   const selection = element("rect", { class: "selection", y: top, height: bottom - top, width: 0 }, svg);
@@ -108,6 +108,23 @@ function activate(box) {
     }
   }
 
+  // Every line has its places on both axes; the wide and the narrow drawing of a chart share its lines.
+  function setAxis(unit) {
+    for (const line of chart.lines) {
+      const [tokens, hours] = charts.clock[line.run], clock = (at) => hours[nearest(tokens, at)];
+      line.axes ??= { tokens: [line.x, line.marks[0]], hours: [line.x.map(clock), line.marks[0].map(clock)] };
+      [line.x, line.marks[0]] = line.axes[unit];
+    }
+    const right = 1.02 * Math.max(...chart.lines.map((line) => line.x.at(-1)));
+    whole = unit === "tokens" ? first : { x: [0, right], y: chart.y };
+    reset();
+  }
+
+  function reset() {
+    view = whole === first ? whole : { ...whole };
+    show();
+  }
+
   function hover(event) {
     const at = place(event), tokens = ofX(at);
     cross.setAttribute("x1", at);
@@ -123,7 +140,7 @@ function activate(box) {
       return [row];
     });
     const head = document.createElement("div");
-    head.textContent = `${short(tokens)} tokens`;
+    head.textContent = `${short(tokens)} ${whole === first ? "tokens" : "hours"}`;
     tip.replaceChildren(head, ...rows);
     tip.hidden = false;
     const frame = box.getBoundingClientRect(), x = event.clientX - frame.left;
@@ -158,11 +175,16 @@ function activate(box) {
     tip.hidden = true;
     cross.setAttribute("visibility", "hidden");
   });
-  svg.addEventListener("dblclick", () => {
-    view = whole;
-    show();
-  });
+  svg.addEventListener("dblclick", reset);
+  document.addEventListener("axis", (event) => setAxis(event.detail));
 }
 
 document.querySelectorAll(".plot").forEach(activate);
+for (const button of document.querySelectorAll("button.axis")) {
+  let unit = "tokens";
+  button.addEventListener("click", () => {
+    [unit, button.textContent] = unit === "tokens" ? ["hours", "x axis: tokens"] : ["tokens", "x axis: hours of training"];
+    document.dispatchEvent(new CustomEvent("axis", { detail: unit }));
+  });
+}
 for (const each of document.querySelectorAll(".hint")) each.hidden = false;

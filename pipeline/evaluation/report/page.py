@@ -27,7 +27,7 @@ from pipeline.evaluation.report.series import smooth, smoothing_window, thin
 _HERE = Path(__file__).parent
 _HINT = Markup(
     '<p class="note hint" hidden>Point at a curve for its values; drag over a part to zoom, double-click to go back.'
-    "</p>"
+    ' <button type="button" class="axis">x axis: hours of training</button></p>'
 )
 POINTS = 2000
 """Points per line in the script's data: more than are drawn, for zooming in."""
@@ -40,7 +40,7 @@ def page(inputs: Inputs, rows: Sequence[Row]) -> str:
         title=", ".join(inputs.names),
         heading=_heading(inputs),
         sections=[model_sections(inputs, rows), _runs(inputs)],
-        data=data_script(charts),
+        data=data_script(charts, inputs.runs),
         script=(_HERE / "page.js").read_text(encoding="utf-8"),
     )
 
@@ -151,9 +151,17 @@ def plot(chart: Chart, drawing: Markup, *, width: int, height: int, label: Label
     return html('<div class="plot" data-chart="{}" data-area="{}">{}</div>', chart.name, area, drawing)
 
 
-def data_script(charts: Sequence[Chart]) -> Markup:
-    """The numbers of all charts, as a JSON element of the page."""
-    found = {chart.name: _chart(chart) for chart in charts}
+def data_script(charts: Sequence[Chart], runs: Sequence[RunRecord] = ()) -> Markup:
+    """The numbers of all charts, as a JSON element of the page.
+
+    Args:
+        charts: the charts.
+        runs: runs whose hours of training the script can draw instead of tokens, by the index of a chart's lines.
+    """
+    found: dict[str, Any] = {chart.name: _chart(chart) for chart in charts}
+    found["clock"] = [
+        [_numbers(thin(values, points=POINTS)) for values in (run.series("tokens"), run.hours())] for run in runs
+    ]
     # text of a script element is not unescaped: "<" is written for JSON, as a tag within a name would end the element
     text = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return html('<script type="application/json" id="charts">{}</script>', Markup(text))
@@ -168,6 +176,7 @@ def _line(line: ChartLine, chart: Chart) -> dict[str, Any]:
     window = smoothing_window(line.y.size) if chart.smoothed else 1
     found: dict[str, Any] = {
         "name": line.name,
+        "run": line.index,
         "color": f"var(--series-{line.index % len(svg.SERIES) + 1})",
         "dash": " ".join(f"{1.8 * length:g}" for length in svg.dash(line.index)),
         "x": _numbers(thin(line.x, points=POINTS)),

@@ -14,10 +14,13 @@ import numpy.typing as npt
 from foundation.directory import MANIFEST, Manifest, read_manifest
 from foundation.errors import DataError
 from pipeline.runtime.metrics.journal import NAME, iterate_rows
-from pipeline.runtime.metrics.sinks import TASK, JournalRow
+from pipeline.runtime.metrics.sinks import SOURCES, TASK, JournalRow
 
 Series = npt.NDArray[np.float64]
-_SHOWN = ("step", "tokens", "loss", "cross_entropy", "kl", "lr", "grad_norm", "tokens_per_second", "seconds")
+MEMORY = ("memory_reserved_bytes", "memory_resident_bytes")
+"""Metrics of memory that a report shows, of which a run has one: on a GPU, and on a CPU."""
+_LOSSES, _SPEEDS = ("loss", "cross_entropy", "kl"), ("tokens_per_second", "seconds", "mfu")
+_SHOWN = ("step", "tokens", *_LOSSES, "lr", "grad_norm", *_SPEEDS, *MEMORY)
 """Metrics of steps that a report shows. They are read as columns: rows of two million steps would take gigabytes."""
 
 
@@ -79,6 +82,11 @@ class RunRecord:
             sizes = sizes[1:] if sizes.size > 1 else sizes
         return sorted({round(float(sizes.min())), round(float(sizes.max()))})
 
+    def hours(self) -> Series:
+        """float64 [steps]: hours of all steps up to each, without checkpoints and evaluations between them."""
+        total: Series = np.nancumsum(self.columns["seconds"]) / 3600
+        return total
+
     @property
     def tokens(self) -> int:
         """Tokens trained on."""
@@ -109,6 +117,12 @@ class RunRecord:
     def task_figure(self, task: str, name: str) -> tuple[Series, Series]:
         """A figure of a task as (tokens trained on before, value), float64 [evaluations with the figure]."""
         return self._figure([row for row in self.tasks.get(task, ()) if name in row], name)
+
+    def source_losses(self) -> dict[str, tuple[Series, Series]]:
+        """Held-out losses of the sources, by name, as in `evaluated`; empty for a run of one source."""
+        names = dict.fromkeys(name for row in self.evaluations for name in row.get(SOURCES, {}))
+        rows = [{"step": row["step"], **row[SOURCES]} for row in self.evaluations if SOURCES in row]
+        return {name: self._figure([row for row in rows if name in row], name) for name in names}
 
     def _figure(self, rows: Sequence[JournalRow], name: str) -> tuple[Series, Series]:
         steps, tokens = (np.concatenate([[0.0], self.columns[key]]) for key in ("step", "tokens"))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 
+from foundation.errors import ConfigError
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.data.micro_batch import StepBatch
 from pipeline.engines.base import StepResult
@@ -38,10 +39,26 @@ it have completed.
 
 
 def make_hooks(context: HookContext) -> Hooks:
-    """Makes the hooks that the run's config asks for: each module has a function `make`."""
+    """Makes the hooks that the run's config asks for (each module has a function `make`), and its `callbacks`."""
     run = context.here.run
     names = [name for name, has in HOOKS.items() if has(run)]
-    return Hooks([import_module(f"pipeline.run.hooks.{name}").make(context) for name in names])
+    own = [import_module(f"pipeline.run.hooks.{name}").make(context) for name in names]
+    return Hooks([*own, *_callbacks(context)])
+
+
+def _callbacks(context: HookContext) -> list[Hook]:
+    """Makes the user's hooks, which come last.
+
+    Raises:
+        ConfigError: a function of `callbacks` returned no hook.
+    """
+    functions = context.here.prepared.functions.callbacks
+    made = [function.call(context) for function in functions]
+    for i, (function, hook) in enumerate(zip(functions, made, strict=True)):
+        if not isinstance(hook, Hook):
+            remedy = "def make(context): return an object of a class derived from pipeline.run.hooks.hook.Hook"
+            raise ConfigError(f"callbacks.{i}", function.name, why=f"it returned {hook!r}, no Hook", remedy=remedy)
+    return made
 
 
 class Hooks:

@@ -14,6 +14,9 @@ JournalRow = dict[str, Any]
 HELD_OUT, TASK = "eval", "task/"
 """Kind of the rows of held-out evaluations; prefix of the kind of a task's rows, before the task's name."""
 
+SOURCES = "sources"
+"""Key of a held-out row for the loss of every source, by name; absent with one source."""
+
 _Row = tuple[str, int, JournalRow]
 """Kind, step and values."""
 

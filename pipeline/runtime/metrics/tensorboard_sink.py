@@ -10,6 +10,7 @@ from typing import Any
 
 from foundation.errors import ConfigError
 from pipeline.config.sections.deepspeed import TensorBoardSection
+from pipeline.runtime.metrics.tags import OVERVIEW, tagged
 
 _STARTS = ("started", "resumed", "rollback")
 """Events after which steps begin; later steps that were logged before belong to an abandoned part of the run."""
@@ -33,7 +34,7 @@ def log_dir(section: TensorBoardSection, *, run_dir: str) -> Path:
 
 
 class TensorBoardSink:
-    """Writes rows as scalars: steps under the values' names, others with their kind, as `eval/loss`; no events.
+    """Writes rows as scalars under grouped tags (`tags.py`), as `loss/train`; no events.
 
     A resumed run, or one after a rollback, continues in the same directory: TensorBoard then hides values logged
     earlier for later steps. A failure to write gives one warning: training continues, and metrics.jsonl has all rows.
@@ -58,9 +59,7 @@ class TensorBoardSink:
             if values.get("event") in _STARTS:
                 self._try(lambda: self._open(step))
             return
-        prefix = "" if kind == "step" else f"{kind}/"
-        numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
-        self._try(lambda: self._log(numbers, step))
+        self._try(lambda: self._log(tagged(kind, values), step))
 
     def close(self) -> None:
         """Closes the event file."""
@@ -73,6 +72,7 @@ class TensorBoardSink:
         if self._writer is not None:
             self._writer.close()
         self._writer = SummaryWriter(str(self._log_dir), purge_step=step + 1)
+        self._writer.add_custom_scalars(OVERVIEW)
 
     def _log(self, numbers: dict[str, float], step: int) -> None:
         if self._writer is None:

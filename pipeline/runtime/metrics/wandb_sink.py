@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.sections.deepspeed import WandbSection
+from pipeline.runtime.metrics.tags import scalars
 
 STEP = "train_step"
 """The x axis of all W&B charts. W&B's own step can only grow. It equals the run's step until a rollback, or until two
@@ -64,7 +65,7 @@ class WandbSink:
         the last, so the second value gets a W&B step of its own.
         """
         prefix = "" if kind == "step" else f"{kind}/"
-        numbers = {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}
+        numbers = {prefix + key: value for key, value in scalars(values).items()}
         if prefix:
             numbers[f"{prefix}step"] = step
         if kind == "step" and step + self._ahead <= self._newest:  # after a rollback

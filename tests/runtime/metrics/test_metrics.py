@@ -241,10 +241,10 @@ def test_losses_of_a_run_and_its_resume_are_read_back_from_the_event_files(token
     for steps in (3, 5):
         launch("train.py", path, f"run.steps={steps}")
     shown = scalars(tmp_path / "run/tensorboard/run")
-    assert shown["loss"] == pytest.approx(losses(tmp_path / "run"))
-    assert {"lr", "grad_norm", "eval/loss"} < shown.keys()
+    assert shown["loss/train"] == pytest.approx(losses(tmp_path / "run"))
+    assert {"optimizer/lr", "optimizer/grad_norm", "loss/held_out"} < shown.keys()
     evaluations = {row["step"]: row["loss"] for row in read_rows(tmp_path / "run", kind="eval")}
-    assert shown["eval/loss"] == pytest.approx(evaluations)
+    assert shown["loss/held_out"] == pytest.approx(evaluations)
 
 
 def test_after_a_rollback_the_abandoned_steps_are_hidden(tmp_path: Path) -> None:
@@ -257,14 +257,14 @@ def test_after_a_rollback_the_abandoned_steps_are_hidden(tmp_path: Path) -> None
         sink.write("step", step, loss=10.0 * step)
     sink.close()
     shown = scalars(tmp_path / "run/tensorboard/run")
-    assert shown == {"loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0}}
+    assert shown == {"loss/train": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0}}
 
 
 def test_a_non_finite_loss_is_written(tmp_path: Path) -> None:
     sink = TensorBoardSink(section_of(), run_dir=str(tmp_path / "run"))
     sink.write("step", 1, loss=math.nan)
     sink.close()
-    assert math.isnan(scalars(tmp_path / "run/tensorboard/run")["loss"][1])
+    assert math.isnan(scalars(tmp_path / "run/tensorboard/run")["loss/train"][1])
 
 
 def test_event_files_are_in_output_path_and_job_name(tmp_path: Path) -> None:
