@@ -65,6 +65,11 @@ class PublishedRun:
         return "fp8.enabled=true" in self.overrides
 
     @property
+    def experts(self) -> bool:
+        """Whether it has expert parallelism; such runs were published with an even routing."""
+        return any(each.startswith("parallel.ep=") for each in self.overrides)
+
+    @property
     def length(self) -> int:
         """Tokens of a sequence."""
         given = [each.partition("=")[2] for each in self.overrides if each.startswith("data.sequence_length=")]
@@ -73,7 +78,7 @@ class PublishedRun:
     @property
     def kind(self) -> str:
         """Kind of run with which its error is counted."""
-        engine = "best published" if self.best else "our engines"
+        engine = ("experts, " if self.experts else "") + ("best published" if self.best else "our engines")
         context = ", 16,384 tokens and more" if self.length >= LONG else ""
         return f"{engine}, {load_machine(self.machine).name}, {'fp8' if self.fp8 else 'bf16'}{context}"
 
@@ -107,9 +112,11 @@ class Predicted:
 def predicted(run: PublishedRun) -> Predicted:
     """The plan of a published run in its layout."""
     machine = load_machine(run.machine)
-    if run.best:
-        machine = machine.as_best_published() or machine
-    planned = open_run(str(_CONFIGS / run.config), run.overrides, machine, nodes=None, processes=run.ranks)
+    if run.best:  # these engines have grouped products in fp8 on Blackwell
+        machine = (machine.as_best_published() or machine).model_copy(update={"compute_capability": None})
+    even = 1.0 if run.experts else None
+    path = str(_CONFIGS / run.config)
+    planned = open_run(path, run.overrides, machine, nodes=None, processes=run.ranks, imbalance=even)
     plan = make_plan(planned.run, planned.costs, planned.machine)
     speed = plan.tokens_per_s.map(lambda each: each / run.ranks)
     return Predicted(speed, plan.memory.peak.typical, plan.memory.fits)

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from pipeline.config.rules.experts import experts_of
-from pipeline.models.layers import attention_widths, global_value
+from pipeline.models.attention import window_of
+from pipeline.models.layers import attention_widths, global_value, state_flops
 from pipeline.models.multi_token import modules_of
 
 
@@ -43,9 +44,10 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
 
     FLOPs per token = 6 N + 12 L h s. N is the number of active parameters in matrix products: all but the input
     embedding (a tied embedding counts once, as the head), and k/E of the experts if a token goes to k of E. L is the
-    number of layers, h the attention width (heads x head size), s the sequence length. Causal masking is not
-    subtracted. Modules for multi-token prediction count with their parameters and the head, without attention. Source:
-    Chowdhery et al. 2022, PaLM (arXiv:2204.02311), appendix B.
+    number of layers, h the attention width (heads x head size), s the sequence length, or a layer's sliding window if
+    that is shorter. Recurrent layers add three times `state_flops`. Causal masking is not subtracted. Modules for
+    multi-token prediction count with their parameters and the head, without attention. Source: Chowdhery et al. 2022,
+    PaLM (arXiv:2204.02311), appendix B.
     """
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -53,9 +55,12 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     active = parameters - _inactive(model, config)
     multiplied = active if tied else active - embedding
+    widths = attention_widths(config)
     if global_value(config, "num_attention_heads") is None:
         return ModelSize(parameters, embedding, active, None)
-    attention = 12 * sum(attention_widths(config)) * sequence_length
+    spans = (min(window_of(config, index) or sequence_length, sequence_length) for index in range(len(widths)))
+    attention = 12 * sum(width * span for width, span in zip(widths, spans, strict=True))
+    attention += 3 * sum(state_flops(config))
     heads = 6.0 * embedding * len(modules_of(model))
     return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention + heads)
 

@@ -113,6 +113,41 @@ def attention_widths(config: PretrainedConfig) -> list[int]:
     return [0 if number in without else _attention_width(layer) for number, layer in enumerate(layers)]
 
 
+STATE_FLOPS = 6.0
+"""FLOPs per element of a recurrent layer's state and token, forward: decay or read by the key (2), update by an outer
+product (2), read by the query or the output matrix (2). Sources: gated delta rule (arXiv:2412.06464), equation 10;
+Mamba-2 (arXiv:2405.21060), section 2. Kernels that work by chunks compute more."""
+
+
+def state_flops(config: PretrainedConfig) -> list[float]:
+    """Returns the forward FLOPs per token on the recurrent state of every layer; zeros for layers without one.
+
+    A state has heads x key size x value size elements (gated delta rule), or channels x state size (Mamba). RG-LRU's
+    states and short convolutions, a few operations per channel, count as zero.
+    """
+    kinds: Any = getattr(config, "layer_types", None) or ()
+    found = [0.0] * config.num_hidden_layers
+    elements = _state_elements(config)
+    for number, kind in enumerate(kinds):
+        if kind in ("linear_attention", "hybrid"):
+            found[number] = STATE_FLOPS * elements
+    return found
+
+
+def _state_elements(config: Any) -> int:
+    """Elements of a recurrent layer's state for one sequence, by the names of keys in transformers' configs."""
+    heads = getattr(config, "linear_num_value_heads", None)
+    if heads:
+        return int(heads * config.linear_key_head_dim * config.linear_value_head_dim)
+    states = (getattr(config, name, None) for name in ("mamba_d_state", "ssm_state_size", "state_size"))
+    state = next((each for each in states if each), 0)
+    pairs = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("hidden_size", "mamba_expand"))
+    for first, second in pairs:
+        if getattr(config, first, None) and isinstance(getattr(config, second, None), int):
+            return int(getattr(config, first) * getattr(config, second) * state)
+    return 0
+
+
 def _attention_width(config: Any) -> int:
     """Heads x head size; in multi-head latent attention, the mean of the widths of queries and (narrower) values."""
     heads = getattr(config, "num_attention_heads", None)

@@ -86,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=LOCAL,
         help="with --score: write the machine that fits the runs, for --machine",
     )
+    text = "print memory and time by part, all laws and sources in the place of the answer in 15 lines"
+    parser.add_argument("--verbose", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -110,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         from pipeline.plan.search.command_search import search_command  # noqa: PLC0415
 
         return search_command(planned, arguments, overrides)
-    from pipeline.plan.show import as_json, lines, report_of  # noqa: PLC0415
+    from pipeline.plan.show import answer, as_json, lines, report_of  # noqa: PLC0415
 
     report = report_of(planned, price=arguments.price, margin=arguments.memory_margin)
     drawn = None
@@ -121,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(report), indent=2))
     else:
-        for line in lines(report):
+        for line in lines(report) if arguments.verbose else answer(report).lines():
             print(line)
         if drawn is not None:
             print(f"{'timeline':>14}  {drawn}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.config.load import as_sets
 from pipeline.engines.sizes.expert_load import ExpertLoad, expert_load
+from pipeline.plan.answer import Answer, check_text, fits_text, trust_text
 from pipeline.plan.laws.law_warnings import Training
 from pipeline.plan.laws.laws import chinchilla_loss
 from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
@@ -103,6 +104,22 @@ def lines(report: Report) -> Iterator[str]:
         yield from (_line(label, text) for label, text in law_lines(report.training))
 
 
+def answer(report: Report) -> Answer:
+    """The figures of the plan's answer in at most 15 lines."""
+    plan, stages = report.plan, report.stages
+    return Answer(
+        planned=report.planned,
+        plan=plan,
+        days=total_of(stages, "days") if stages else plan.days,
+        gpu_hours=total_of(stages, "gpu_hours") if stages else plan.gpu_hours,
+        change=report.change,
+        nodes=report.nodes,
+        price=report.price,
+        training=report.training,
+        stages=len(stages),
+    )
+
+
 def _costs(report: Report) -> Iterator[str]:
     plan = report.plan
     yield from (_line(label, text) for label, text in stage_lines(report.stages))
@@ -121,6 +138,11 @@ def as_json(report: Report) -> dict[str, Any]:
     topology = planned.run.topology
     change = report.change
     return {
+        "answer": {
+            "fits": fits_text(memory),
+            "check": None if report.training is None else check_text(report.training),
+            "trust": trust_text(planned),
+        },
         "machine": planned.machine.name,
         "calibrated": planned.machine.calibrated,
         "nodes": planned.nodes,

@@ -362,12 +362,12 @@ def test_the_cheapest_machine_comes_first_and_every_layout_leaves_the_margin_fre
 
 def test_a_deadline_takes_more_nodes_and_is_kept() -> None:
     (one,), _, _ = offers("h100", nodes=1)
-    deadline = 0.4 * one.failures.days.typical
+    deadline = 0.4 * one.failures.days.high
     (found,), without, _ = offers("h100", deadline=deadline)
     assert without == {}
-    assert found.failures.days.typical <= deadline
+    assert found.failures.days.high <= deadline
     (fewer,), _, _ = offers("h100", nodes=found.nodes // 2)
-    assert fewer.failures.days.typical > deadline
+    assert fewer.failures.days.high > deadline
 
 
 @pytest.mark.integration

@@ -11,7 +11,7 @@ from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.stage_plan import stage_plan
 from pipeline.engines.parallel.stages import StageLayers, layer_list
 from pipeline.models.attention import window_of
-from pipeline.models.layers import attention_widths
+from pipeline.models.layers import attention_widths, state_flops
 from pipeline.models.multi_token import modules_of
 
 UPDATE_BYTES = {True: 54, False: 32}
@@ -48,20 +48,20 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
     """Returns the forward FLOPs per token of every decoder layer, and of the head.
 
     A layer costs 2 N + 4 h s, with N parameters and attention width h over s positions (scores and values; causal
-    masking is not subtracted); with a sliding window, s is the window. The head costs 2 V D. In a mixture of experts,
-    only a token's active experts count. Modules for multi-token prediction run the head again; they count as a part of
-    the head. The source is that of `models.count.measure`.
+    masking is not subtracted); with a sliding window, s is the window; a recurrent layer adds `state_flops`. The head
+    costs 2 V D. In a mixture of experts, only a token's active experts count. Modules for multi-token prediction run
+    the head again; they count as a part of the head. The source is that of `models.count.measure`.
 
     Args:
         model: the full model, on any device.
         sequence_length: s.
     """
     config: Any = model.config
-    widths = attention_widths(config)
+    widths, states = attention_widths(config), state_flops(config)
     flops: list[float] = []
     for index, layer in enumerate(layer_list(model)[1]):
         span = min(window_of(config, index) or sequence_length, sequence_length)
-        flops.append(2.0 * _active_parameters(layer, config) + 4.0 * widths[index] * span)
+        flops.append(2.0 * _active_parameters(layer, config) + 4.0 * widths[index] * span + states[index])
     head = 2.0 * config.vocab_size * config.hidden_size
     ahead = [2.0 * _active_parameters(module, config) + head for module in modules_of(model)]
     return flops, head + sum(ahead)

@@ -58,6 +58,11 @@ class TrafficLayout:
         """ZeRO stage."""
         return self.run.config.zero_optimization.stage
 
+    @property
+    def sparse_layers(self) -> int:
+        """Number of layers whose experts are divided by expert parallelism."""
+        return sum(each > 0 for each in self.rank.experts)
+
     def apart(self) -> tuple[TrafficLayout, TrafficLayout]:
         """Separates parameters sharded over all data ranks from experts, sharded over the ranks that have them."""
         rest, experts = self.rank.apart()
@@ -153,17 +158,12 @@ def expert_exchanges(layout: TrafficLayout) -> int:
     Counts the rows that a rank sends; the fullest rank sends back more, as many as it gets.
     """
     rows = layout.tokens * layout.widths.experts // layout.run.topology.tp
-    return 4 * layout.micro_batches * _sparse_layers(layout) * rows * layout.widths.hidden * layout.size
+    return 4 * layout.micro_batches * layout.sparse_layers * rows * layout.widths.hidden * layout.size
 
 
 def expert_counts(layout: TrafficLayout) -> int:
     """All-to-alls of the number of rows for every expert, int64, before each forward exchange of `expert_exchanges`."""
-    return 8 * layout.micro_batches * _sparse_layers(layout) * layout.widths.all_experts
-
-
-def _sparse_layers(layout: TrafficLayout) -> int:
-    """Returns the number of layers whose experts are divided by expert parallelism."""
-    return sum(each > 0 for each in layout.rank.experts)
+    return 8 * layout.micro_batches * layout.sparse_layers * layout.widths.all_experts
 
 
 def stage_messages(layout: TrafficLayout) -> int:

@@ -118,7 +118,7 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     if config.fp8.enabled and (missing := torchao_note()) is not None:
         notes = [*notes, missing]
     if run.topology.ep > 1 and (exchange := expert_exchange(config)) != "all_to_all":
-        notes = [*notes, f"The exchange of experts is counted as an all-to-all; {exchange} sends no more."]
+        notes = [*notes, f"{exchange} is counted as an exchange that sends each token once to a node."]
     if (known := caveat(run)) is not None:
         notes = [*notes, known]
     if config.distill is not None:

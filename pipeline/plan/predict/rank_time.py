@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.plan.predict.communication import Transfer, transfers
+from pipeline.plan.predict.expert_exchange import deduplicated_s, is_deduplicated
 from pipeline.plan.predict.rates import Rates
 from pipeline.plan.predict.work import Pass, Passes, Work
 
@@ -125,6 +126,8 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
     for each in transfers(work.layout):
         if each.purpose == "pipeline":
             message = collective(each, rates) / each.count
+        elif each.purpose == "experts" and is_deduplicated(work.layout, rates):
+            sums["experts"] += (1 - rates.exchange_overlap) * deduplicated_s(each, work.layout, rates)
         else:
             sums[each.purpose] += collective(each, rates)
     for waited in ("tensor", "context"):
@@ -141,7 +144,10 @@ def rank_time(work: Work, rates: Rates, collective: Collective) -> RankTime:
     ]
     sums["experts"] -= _hidden_exchange(work, stages, rates, exchange_s=sums["experts"])
     sums["experts"] += work.host_reads * HOST_READ_S
-    host_s = sum(stage.layers for stage in stages) * (rates.layer_forward_s + rates.layer_backward_s)
+    waiting = _dispatch(work, stages, rates, exchange_s=sums["experts"])
+    stages = [_later(stage, waiting) for stage in stages]
+    layers = sum(stage.layers for stage in stages)
+    host_s = layers * (rates.layer_forward_s + rates.layer_backward_s + waiting)
     return RankTime(
         products=sum(
             _products(each, rates, flops_per_s)
@@ -180,6 +186,21 @@ def _hidden_exchange(work: Work, stages: list[StageSeconds], rates: Rates, *, ex
     return beside * rates.overlap * hidden
 
 
+def _dispatch(work: Work, stages: list[StageSeconds], rates: Rates, *, exchange_s: float) -> float:
+    """Seconds per layer and micro-batch for which the device waits for the host to dispatch layers with experts."""
+    layers, sparse = len(work.layout.rank.layers), work.layout.sparse_layers
+    computed = sum(stage.decoder.forward + stage.decoder.backward for stage in stages)
+    return max(0.0, sparse * rates.expert_layer_s - computed - exchange_s / work.layout.micro_batches) / layers
+
+
+def _later(stage: StageSeconds, waiting: float) -> StageSeconds:
+    """The stage with `waiting` seconds more per layer, a third of them in the forward pass."""
+    if not waiting:
+        return stage
+    extra, of = stage.layers * waiting, stage.decoder
+    return replace(stage, decoder=replace(of, forward=of.forward + extra / 3, backward=of.backward + 2 * extra / 3))
+
+
 def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 0) -> PassSeconds:
     """Seconds of computation, with products at `flops_per_s` and, on a CPU, the host's work for `layers` layers."""
     forward, backward = (
@@ -191,7 +212,8 @@ def _seconds(passes: Passes, rates: Rates, flops_per_s: float, *, layers: int = 
 
 
 def _products(each: Pass, rates: Rates, flops_per_s: float) -> float:
-    return _multiplied(each.products, each.unquantized, rates, flops_per_s) + each.attention / rates.attention
+    grouped = _multiplied(each.grouped, each.grouped_unquantized, rates, flops_per_s) * (1 / rates.experts - 1)
+    return _multiplied(each.products, each.unquantized, rates, flops_per_s) + grouped + each.attention / rates.attention
 
 
 def _multiplied(flops: float, unquantized: float, rates: Rates, flops_per_s: float) -> float:

@@ -43,6 +43,10 @@ class Rates:
         overlap: share of communication that can run beside kernels (see `machine.OVERLAP`).
         layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside
             products; 0 for this project's engines.
+        experts: rate of grouped products of experts, over that of products.
+        deduplicated: whether expert-parallel ranks send a token once to a node.
+        exchange_overlap: share of that exchange that runs beside other work of the same micro-batch.
+        expert_layer_s: least seconds of a layer with experts and a micro-batch, both passes: its dispatch by the host.
         gpu: whether devices are GPUs with NCCL's collectives; else collectives are gloo's.
         layer_forward_s: seconds of the host for one layer's forward pass over a micro-batch; 0 where the host runs
             ahead of a device.
@@ -59,6 +63,10 @@ class Rates:
     disk: float
     overlap: float
     layer_overlap: float = 0.0
+    experts: float = 1.0
+    deduplicated: bool = False
+    exchange_overlap: float = 0.0
+    expert_layer_s: float = 0.0
     gpu: bool = True
     layer_forward_s: float = 0.0
     layer_backward_s: float = 0.0
@@ -105,6 +113,10 @@ def rates_of(
         disk=machine.host.disk_bytes_per_s[end],
         overlap=efficiency.overlap[end] if hidden else 0.0,
         layer_overlap=efficiency.layer_overlap[end],
+        experts=efficiency.experts[end],
+        deduplicated=efficiency.exchange.deduplicated,
+        exchange_overlap=efficiency.exchange.overlap[end],
+        expert_layer_s=efficiency.expert_layer_s[HIGH - end],
         gpu=machine.gpu,
         layer_forward_s=0.0 if machine.gpu else machine.host.forward_s,
         layer_backward_s=0.0 if machine.gpu else machine.host.backward_s,

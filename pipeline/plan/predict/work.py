@@ -46,12 +46,16 @@ class Pass:
         attention: FLOPs of attention.
         kernel_bytes: bytes read and written by other kernels.
         unquantized: part of `products` that an fp8 run computes in bf16.
+        grouped: part of `products` in grouped products of experts.
+        grouped_unquantized: part of `unquantized` in grouped products of experts.
     """
 
     products: float
     attention: float
     kernel_bytes: float
     unquantized: float = 0.0
+    grouped: float = 0.0
+    grouped_unquantized: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(
@@ -59,6 +63,8 @@ class Pass:
             self.attention + other.attention,
             self.kernel_bytes + other.kernel_bytes,
             self.unquantized + other.unquantized,
+            self.grouped + other.grouped,
+            self.grouped_unquantized + other.grouped_unquantized,
         )
 
 
@@ -175,19 +181,37 @@ def _decoder(layout: TrafficLayout, flops: StageFlops, activations: float, *, in
     watched = _watched(layout, flops)
     scores = watched / (2 * layout.widths.head_size)  # written and read in blocks
     kernels = FORWARD_PASSES * activations
+    read = _expert_bytes(layout, flops)
     forward = Pass(
         tokens * linear,
         tokens * (flops.attention + watched),
-        kernels + tokens * scores * 2 * layout.size,
+        kernels + tokens * scores * 2 * layout.size + read,
+        tokens * in_bf16[0],
+        tokens * experts,
         tokens * in_bf16[0],
     )
     backward = Pass(
         tokens * (2 * linear + again_linear),
         tokens * flops.attention * (ATTENTION_BACKWARD + again),
-        (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations,
+        (BACKWARD_PASSES + repeated * RECOMPUTED_PASSES[mode]) * activations
+        + (2 + (0.0 if mode == "none" else repeated)) * read,
+        tokens * in_bf16[1],
+        tokens * (2 * experts + again_experts),
         tokens * in_bf16[1],
     )
     return Passes(forward, backward, tokens * experts)
+
+
+def _expert_bytes(layout: TrafficLayout, flops: StageFlops) -> float:
+    """Bytes of the experts' weights that a rank's grouped products read, in a pass over a stage's layers.
+
+    Few rows per expert make a product wait for its weights: their reading takes as long as the FLOPs of about 200 rows
+    on an H100. The gradients of weights write as many bytes.
+    """
+    if not flops.experts:
+        return 0.0
+    local = layout.widths.all_experts / layout.run.topology.ep / layout.widths.experts
+    return layout.size * flops.experts / 2 * local
 
 
 def _watched(layout: TrafficLayout, flops: StageFlops) -> float:

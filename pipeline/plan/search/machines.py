@@ -34,7 +34,7 @@ class Question:
 
     Attributes:
         nodes: number of nodes; None for the fewest that hold the model, or the cheapest number that meets the deadline.
-        deadline: days within which the run has to end, failures included, at its typical speed; None for no limit.
+        deadline: days within which the run has to end, failures included, at the slowest; None for no limit.
         margin: share of a device's memory that stays free.
         prices: machine -> price of a GPU-hour; "" is for machines without a price of their own.
     """
@@ -137,12 +137,12 @@ def _by_deadline(planned: PlannedRun, nodes: int, name: str, question: Question,
         offer = _on(planned, count, name, question)
         if offer is not None:
             tried[count] = offer
-        return offer is not None and offer.failures.days.typical <= deadline
+        return offer is not None and offer.failures.days.high <= deadline
 
     fewest = nodes
     while not in_time(nodes):
         if nodes * 2 > MOST_NODES:
-            best = min((each.failures.days.typical for each in tried.values()), default=float("inf"))
+            best = min((each.failures.days.high for each in tried.values()), default=float("inf"))
             why = (
                 f"no number of nodes up to {MOST_NODES:,} is done in {deadline:g} days: the quickest takes {best:,.1f}"
             )
@@ -151,7 +151,7 @@ def _by_deadline(planned: PlannedRun, nodes: int, name: str, question: Question,
     if nodes > fewest:
         for count in sorted({nodes * eighths // 8 for eighths in (5, 6, 7)} - {nodes, nodes // 2}):
             in_time(count)
-    return min((each for each in tried.values() if each.failures.days.typical <= deadline), key=lambda each: each.cost)
+    return min((each for each in tried.values() if each.failures.days.high <= deadline), key=lambda each: each.cost)
 
 
 def _on(planned: PlannedRun, nodes: int, name: str, question: Question) -> Offer | None:

@@ -30,6 +30,12 @@ def _shares(values: tuple[float, float, float]) -> tuple[float, float, float]:
     return values
 
 
+def _positive(values: tuple[float, float, float]) -> tuple[float, float, float]:
+    if values[0] <= 0:
+        raise ValueError("it is a rate over another: above 0")
+    return values
+
+
 MOST_OF_PEAK = 2.0
 """Largest share of a peak in a file; a measured share exceeds 1 where the peak is given for a slower clock."""
 
@@ -101,6 +107,19 @@ class BusySection(Section):
     memory: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Relative bandwidth of memory")
 
 
+class ExchangeSection(Section):
+    """The exchange of rows between expert-parallel ranks."""
+
+    deduplicated: bool = Field(
+        False,
+        description="Whether a token is sent once to a node and spread there, and once to a rank with several"
+        " of its experts",
+    )
+    overlap: Annotated[Range, AfterValidator(_shares)] = Field(
+        (0.0, 0.0, 0.0), description="Share of the exchange that runs beside other work of the same micro-batch"
+    )
+
+
 class EfficiencySection(Section):
     """Shares of the peaks that training reaches: low, typical, high."""
 
@@ -111,6 +130,16 @@ class EfficiencySection(Section):
     layer_overlap: Annotated[Range, AfterValidator(_shares)] = Field(
         (0.0, 0.0, 0.0),
         description="Share of the communication within layers (tensor, context parallelism) that runs beside products",
+    )
+    experts: Annotated[Range, AfterValidator(_positive)] = Field(
+        (1.0, 1.0, 1.0),
+        description="Rate of a layer's grouped products of experts, over the rate of products, beside the time to read"
+        " their weights",
+    )
+    exchange: ExchangeSection = Field(ExchangeSection(), description="The exchange of expert parallelism")
+    expert_layer_s: Range = Field(
+        (0.0, 0.0, 0.0),
+        description="Least seconds of a layer with experts and a micro-batch, both passes: its dispatch",
     )
     memory: _Share = Field(description="Share of the memory's bandwidth that all other kernels reach")
     links: _Share = Field(description="Share of the links' bandwidth that collectives and messages reach")
@@ -126,6 +155,9 @@ class BestSection(Section):
     products: dict[Dtype, _Share] = Field({})
     attention: _Share | None = None
     layer_overlap: Annotated[Range, AfterValidator(_shares)] | None = None
+    experts: Annotated[Range, AfterValidator(_positive)] | None = None
+    exchange: ExchangeSection | None = None
+    expert_layer_s: Range | None = None
 
 
 class OverheadSection(Section):
