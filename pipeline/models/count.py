@@ -60,7 +60,7 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
         return ModelSize(parameters, embedding, active, None)
     spans = (min(window_of(config, index) or sequence_length, sequence_length) for index in range(len(widths)))
     attention = 12 * sum(width * span for width, span in zip(widths, spans, strict=True))
-    attention += 3 * sum(state_flops(config))
+    attention += round(3 * sum(state_flops(config)))
     heads = 6.0 * embedding * len(modules_of(model))
     return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention + heads)
 
