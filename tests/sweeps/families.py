@@ -61,7 +61,7 @@ LEAST_TRAINED = 166
 
 GOALS = {"pp": (95, 0), "tp": (80, 80), "cp": (85, 0), "masks": (90, 0), "ep": (0, 90)}
 """Column -> goal in percent of the decoders, and of those with experts."""
-LEAST_EQUAL = {"dp": 133, "tp": 123, "pp": 129, "cp": 128, "masks": 126, "Muon": 129, "ep": 51, "aux": 51, "bias": 29}
+LEAST_EQUAL = {"dp": 133, "tp": 123, "pp": 130, "cp": 128, "masks": 126, "Muon": 129, "ep": 51, "aux": 51, "bias": 29}
 """Column -> decoders that the committed table says are equal to one process, at least: raised, never lowered."""
 
 _PAD = {"pad_token_id": 1}
