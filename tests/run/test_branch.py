@@ -16,9 +16,11 @@ from headrace.commands.app import run as headrace
 from pipeline.checkpoint.pins import pinned_steps
 from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
+from pipeline.data.skips import Skips
 from pipeline.models.card.lineage import training_lineage
 from pipeline.run.before.summary import prepared_entries
 from pipeline.run.command_branch import branched
+from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import prepare
 from tests.conftest import launch, losses, tiny_config, write_config
 from tests.engines.comparison import FP32
@@ -158,6 +160,19 @@ def test_other_data_and_schedule_may_begin_and_another_tokenizer_or_start_may_no
     other = merged(fresh, {"run": {"from": f"{spoken}@{AT}"}})
     with pytest.raises(CheckpointError, match=r"its tokenizer is not that of data\.sources"):
         prepare(resolve(parse(Config, other), world_size=1))
+
+
+def test_epochs_of_a_branch_are_those_that_it_has_read_itself(branch: Path, tmp_path: Path) -> None:
+    tree = merged(json.loads(branch.with_suffix(".json").read_text()), {"run": {"dir": str(tmp_path / "run")}})
+    second = {"name": "second", "until": "rest", "continue_sources": False, "data": {"sequence_length": 32}}
+    tree["stages"] = [{"name": "first", "until": {"steps": AT + 1}}, second]
+    prepared = prepare(resolve(parse(Config, tree), world_size=1))
+    assert prepared.origin is not None
+    written = RunManifest(prepared, rank=0, branch=prepared.origin.details())
+    ledger = written.checkpoint(STEPS, skips=Skips(), anomalies={}).details["ledger"]
+    windows = prepared.mixture.sources[0].windows
+    assert [row["last_step"] for row in ledger] == [AT, AT + 1, STEPS]
+    assert [row["epochs"] for row in ledger[1:]] == [[round(8 / windows, 6)], [round(16 / windows, 6)]]
 
 
 def test_the_config_of_a_branch_has_the_changes_and_not_what_they_replace() -> None:
