@@ -152,9 +152,9 @@ class RunSamples:
         if not 0 <= first <= last:
             raise DataError(f"samples are numbered from 0: there are no samples {first} to {last}")
         for number in range(first, last + 1):
-            step = self.run.accounts.step_of_sample(number)
-            stage, place = self.run.accounts.stage(step), number - self.run.accounts.samples(step - 1)
-            yield Sample(number, None, _micro_batch(self.run.at(step).batch_of(step), place), stage)
+            step, place = self.skips.place_of(number, self.run.accounts)
+            batch = self.run.at(step).batch_of(step)
+            yield Sample(number, None, _micro_batch(batch, place), self.run.accounts.stage(step))
 
     def header(self, sample: Sample) -> str:
         """Formats the sample's number, step, data rank, micro-batch and source."""
