@@ -121,10 +121,9 @@ class RunSamples:
         mixtures = open_mixtures(resolved)
         for stage, mixture in zip(resolved.stages or (resolved,), mixtures, strict=True):
             _check_unchanged(mixture, manifest, stage=resolved.accounts.names[stage.stage])
-        newest = newest_manifest(run_dir)
-        skips = skips_of({} if newest is None else newest.details, events, step=math.inf)
+        newest, branch = newest_manifest(run_dir), manifest.details.get(BRANCH, {"step": 0, "run": ""})
+        skips = skips_of(branch if newest is None else newest.details, events, step=math.inf)
         tokenizer = Tokenizer.from_file(str(mixtures[0].sources[0].tokenizer / TOKENIZER_JSON))
-        branch = manifest.details.get(BRANCH, {"step": 0, "run": ""})
         return cls(resolved, mixtures, skips, tokenizer, branch["step"], branch["run"])
 
     def samples_of_steps(self, first: int, last: int) -> Iterator[Sample]:

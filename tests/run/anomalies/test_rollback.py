@@ -24,7 +24,7 @@ from pipeline.run.batches import RankBatches
 from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
-from tests.conftest import losses, tiny_config, write_config
+from tests.conftest import launch, losses, tiny_config, write_config
 from tests.groups import events
 from tests.run.test_changed_resume import lose_checkpoints_after
 from tests.runtime.metrics.offline import logged
@@ -161,6 +161,18 @@ def test_another_policy_resumes_a_stopped_run(tokens: Path, tmp_path: Path, monk
     output = run_poisoned(config, "anomalies.non_finite=skip")
     assert f"resuming after step {CHECKPOINT}" in output
     assert list(losses(tmp_path / "run")) == list(range(1, 21))
+
+
+def test_a_branch_of_a_run_with_a_rollback_reads_what_its_base_reads(rolled_back: Path, tmp_path: Path) -> None:
+    made = json.loads((rolled_back / "c.json").read_text())
+    fields: dict[str, Any] = {"engine": "torch", "zero_optimization": {"stage": 0}, "evaluation": {"samples": 0}}
+    made["run"] |= {"dir": str(tmp_path / "run"), "from": f"{rolled_back / 'run'}@15"}
+    launch("train.py", write_config(tmp_path / "c.json", made | fields))
+    expected = {step: loss for step, loss in losses(rolled_back / "run").items() if step > 15}
+    assert losses(tmp_path / "run") == expected
+    lose_checkpoints_after(tmp_path / "run", 15)  # its only record of the skip is that of its beginning
+    numbers = [sample.number for sample in RunSamples.open(tmp_path / "run").samples_of_steps(16, 16)]
+    assert numbers == [*range(18 * 8, 19 * 8)]
 
 
 STAGE_SKIPS = Skips((Skip(5, 2, 4 + 8),))
