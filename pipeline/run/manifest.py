@@ -108,14 +108,21 @@ class RunManifest:
     def _ledger(self, step: int, skips: Skips, targets: Mapping[int, int]) -> list[dict[str, Any]]:
         """Returns the record of the first steps: spans, their tokens and targets, each source's epochs at their end.
 
-        Steps up to the beginning of a branch are as the other run has recorded them.
+        Steps up to the beginning of a branch are as the other run has recorded them, and later epochs are those of the
+        branch's own steps: its config may have other sources, of which the other run has read nothing.
         """
         accounts, orders = self.prepared.run.accounts, self.prepared.orders
+        before: dict[int, float] = {}  # key of a source's shuffles -> epochs that lie before the branch
+        for row in accounts.ledger(self.begun):
+            order = orders[accounts.stage(row["first_step"])]
+            epochs = order.epochs(skips.consumed(row["last_step"], accounts) - order.start.first)
+            before |= zip(order.start.keys, epochs, strict=True)
         rows = [] if self.branch is None else list(self.branch["ledger"])
         for row in accounts.ledger(step, since=self.begun):
             order, last = orders[accounts.stage(row["first_step"])], row["last_step"]
             span = accounts.span(last).first_step
-            epochs = order.epochs(skips.consumed(last, accounts) - order.start.first)
+            reached = order.epochs(skips.consumed(last, accounts) - order.start.first)
+            epochs = [now - before.get(key, 0.0) for key, now in zip(order.start.keys, reached, strict=True)]
             counted = {"targets": targets[span]} if span in targets else {}
             rows.append({**row, **counted, "epochs": [round(each, 6) for each in epochs]})
         return rows
