@@ -142,12 +142,13 @@ def _ramp(given: Any, *, to: Any, length: Any) -> dict[str, Any]:
 
     A number that cannot be computed is a text that says what to write.
     """
+    numbers: tuple[Any, Any, Any] = ("START", "INCREMENT", "SAMPLES x data.sequence_length")
     try:
         start, by, samples = (int(each) for each in (given.split() if isinstance(given, str) else given))
-        tokens = samples * int(length)
+        numbers = (start, by, samples * int(length))
     except (TypeError, ValueError):
-        start, by, tokens = "START", "INCREMENT", "SAMPLES x data.sequence_length"
-    return {"from": start, "to": to or "the global batch size", "by": by, "over_tokens": tokens}
+        pass
+    return {"from": numbers[0], "to": to or "the global batch size", "by": numbers[1], "over_tokens": numbers[2]}
 
 
 def _leaves(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -72,7 +72,7 @@ def _computed(given: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
     """Yields the lengths of a schedule `fixed_linear` or `fixed_root` with their last steps; 9 of them at most."""
     least, most, unit = given["min_difficulty"], given["max_difficulty"], given["difficulty_step"]
     total = given["total_curriculum_step"]
-    root = {"fixed_linear": 1, "fixed_root": given.get("root_degree")}[given["schedule_type"]]
+    root: Any = {"fixed_linear": 1, "fixed_root": given.get("root_degree")}[given["schedule_type"]]
 
     def length(step: int) -> int:
         grown = math.floor((float(step) / total) ** (1.0 / root) * (most - least) + least)
