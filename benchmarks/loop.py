@@ -60,6 +60,11 @@ RUN: dict[str, Any] = {
 }
 MANY = 1_000_000
 """Number of steps of a run, more than are executed."""
+STAGES = [
+    {"name": "stable", "until": {"steps": MANY // 2}},
+    {"name": "anneal", "until": "rest", "data": {"sequence_length": 512}},
+]
+"""Stages of the staged loop. Its border is not reached: a border is a resume, and not a part of a step."""
 
 
 class Rounds:
@@ -106,6 +111,7 @@ def entries(zero: int) -> dict[str, Entry]:
     known = {
         "bare": Entry("bare PyTorch loop", bare, {"engine": "torch"}),
         "torch": Entry("ours, engine torch", ours, {"engine": "torch"}),
+        "torch-staged": Entry("ours, engine torch, in stages", ours, {"engine": "torch", "stages": STAGES}),
         "torch-compiled": Entry("ours, engine torch, compiled", ours, {"engine": "torch", **compiled}),
         "bare-deepspeed": Entry(f"bare loop around deepspeed.initialize, ZeRO-{zero}", bare_deepspeed, stage),
         "deepspeed": Entry(f"ours, engine deepspeed, ZeRO-{zero}", ours, stage),
@@ -120,6 +126,7 @@ def entries(zero: int) -> dict[str, Entry]:
 
 PAIRS = (
     ("torch", "bare"),
+    ("torch-staged", "torch"),
     ("torch-compiled", "torch"),
     ("deepspeed", "bare-deepspeed"),
     ("deepspeed-compiled", "deepspeed"),

@@ -97,9 +97,28 @@ def _conversion_remedy(raw: Mapping[str, Any]) -> str:
             found[ours] = value
         if key in ("deepspeed", "deepspeed_config_file") and isinstance(value, str):
             deepspeed = value
+    ramp = next((value for key, value in _leaves(raw) if _plain(key) == "rampup_batch_size" and value), None)
+    if ramp is not None:
+        found["train_batch_size"] = _ramp(
+            ramp, to=found.get("train_batch_size"), length=found.get("data.sequence_length")
+        )
     sets = "".join(f" --set {shlex.quote(f'{key}={_word(value)}')}" for key, value in found.items())
     start = f"headrace check --config {BASE}{sets}, then your model and data in a file of your own"
     return f'add "model", "data" and "run" to {deepspeed}, its DeepSpeed file; or {start}' if deepspeed else start
+
+
+def _ramp(given: Any, *, to: Any, length: Any) -> dict[str, Any]:
+    """Writes Megatron's `rampup_batch_size` (start, increment, samples), which has the same batch at every step here.
+
+    A number that cannot be computed is a text that says what to write.
+    """
+    numbers: tuple[Any, Any, Any] = ("START", "INCREMENT", "SAMPLES x data.sequence_length")
+    try:
+        start, by, samples = (int(each) for each in (given.split() if isinstance(given, str) else given))
+        numbers = (start, by, samples * int(length))
+    except (TypeError, ValueError):
+        pass
+    return {"from": numbers[0], "to": to or "the global batch size", "by": numbers[1], "over_tokens": numbers[2]}
 
 
 def _leaves(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ data steps skipped before it. A run without skips trains on data step s in step 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,28 @@ class Skips:
             if skip.at <= step
         )
         return accounts.samples(step) + sum(skipped)
+
+    def place_of(self, sample: int, accounts: StepAccounts) -> tuple[int, int]:
+        """Returns the step that has a global sample, and the sample's index in it.
+
+        A skipped sample has the step that read it before its rollback.
+
+        Args:
+            sample: global number of the sample, from 0.
+            accounts: samples of every step.
+        """
+        last = accounts.step_of_sample(sample)  # skips only add to the samples before a step
+        step = bisect_right(range(1, last + 1), sample, key=lambda each: self.consumed(each, accounts)) + 1
+        offset = sample - (self.consumed(step - 1, accounts) if step > 1 else 0)
+        for skip in self.skips:
+            if skip.at == step:
+                samples = skip.steps * accounts.samples_in(step) if skip.samples is None else skip.samples
+                if offset < samples:
+                    break
+                offset -= samples
+        begun = accounts.samples(step - 1)
+        step = accounts.step_of_sample(begun + offset)
+        return step, begun + offset - accounts.samples(step - 1)
 
     def plain(self) -> list[list[int]]:
         """Returns the skips as plain JSON: [[at, steps], ...], with a third number, samples, where it is known."""

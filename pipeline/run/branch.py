@@ -61,9 +61,10 @@ class Origin:
 
 
 def details_of(manifest: Manifest) -> dict[str, Any]:
-    """Returns step, samples, fingerprint, ledger and lineage of a checkpoint from which another training continues."""
+    """Returns step, samples, skips, fingerprint, ledger and lineage of a checkpoint from which training continues."""
     step, samples = manifest.details["step"], manifest.details.get("samples", 0)
     about = {"step": step, "samples": samples, "fingerprint": manifest.fingerprint}
+    about |= {"skips": skips} if (skips := manifest.details.get("skips")) else {}
     return {**about, "ledger": recorded_ledger(manifest), "lineage": training_lineage(manifest)}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from foundation.directory import read_manifest, verify
 from foundation.errors import CheckpointError
@@ -24,8 +24,9 @@ from pipeline.checkpoint.checkpoint import CheckpointInfo
 from pipeline.checkpoint.export.read_weights import CheckpointWeights
 from pipeline.checkpoint.format.naming import finished_checkpoints
 from pipeline.checkpoint.format.shards import NamedShard
-from pipeline.checkpoint.save import CheckpointWriter, SaveResult
+from pipeline.checkpoint.save import CheckpointWriter, SaveResult, save_streamed
 from pipeline.checkpoint.store import CheckpointStore
+from pipeline.checkpoint.write.streamed import LazyTensor
 from pipeline.checkpoint.write.write_shards import WrittenShards
 from pipeline.runtime.metrics.journal import Journal, read_rows
 from tests.conftest import room_for
@@ -136,14 +137,14 @@ def test_no_checkpoint_is_committed_while_rows_of_its_steps_are_in_memory_alone(
 
 def test_options_of_the_main_thread_stay_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    original = FileSystemWriter.write_data
+    original = torch.save
 
-    def write_data(self: FileSystemWriter, *arguments: Any) -> Any:
+    def save(*arguments: Any) -> None:
         assert not torch.serialization.get_crc32_options()  # in the writing thread
         time.sleep(0.2)
-        return original(self, *arguments)
+        original(*arguments)
 
-    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    monkeypatch.setattr(torch, "save", save)
     writer = CheckpointWriter(CheckpointStore(tmp_path, keep=2))
     writer.begin(info(1), lambda: state_of(torch.ones(3)))
     while writer.busy:
@@ -152,6 +153,20 @@ def test_options_of_the_main_thread_stay_while_a_thread_writes(tmp_path: Path, m
     assert finish(writer).checkpoint is not None
     assert seen
     assert all(seen)
+
+
+def test_a_file_of_many_tensors_is_written_with_memory_for_one(tmp_path: Path) -> None:
+    made: list[StorageWeakRef] = []
+
+    def read() -> torch.Tensor:
+        assert all(each.expired() for each in made)
+        value = torch.ones(4)
+        made.append(StorageWeakRef(value.untyped_storage()))
+        return value
+
+    parts = {f"w{at}": LazyTensor((4,), torch.float32, read, part=lambda _rectangle: read()) for at in range(3)}
+    save_streamed(CheckpointStore(tmp_path, keep=1), info(1), parts, lambda _done, _total: None)
+    assert len(made) == 3
 
 
 def test_buffers_follow_a_state_of_other_sizes(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 from deepspeed.runtime.config import get_pipeline_config
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from foundation.errors import CombinedConfigError, ConfigError
+from foundation.section import parse
+from headrace.commands.app import run as headrace
 from pipeline.config.deepspeed.auto import resolve_auto
 from pipeline.config.deepspeed.file import translate
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES
@@ -25,6 +28,7 @@ from pipeline.config.deepspeed.keys import (
 from pipeline.config.load import LoadedConfig, read_config
 from pipeline.config.rules.resolve import ResolvedRun, resolve
 from pipeline.config.sections.deepspeed import ExpertParallelSection, ZeroSection
+from pipeline.config.sections.run import Config
 from tests import warm
 from tests.config import deepspeed_files
 from tests.conftest import tiny_config, write_config
@@ -274,11 +278,49 @@ def test_a_remedy_that_makes_another_curve_says_so(path: str, value: object) -> 
     assert "another loss curve" in refused.remedy
 
 
-def test_deepspeeds_curriculum_of_lengths_is_refused_with_stages_as_the_remedy() -> None:
+LENGTHS: dict[str, Any] = {"min_difficulty": 8, "max_difficulty": 32}
+DISCRETE = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 16, 32], "max_step": [4, 9]}}
+LINEAR = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 12, "difficulty_step": 8}}
+ROOT = {"schedule_type": "fixed_root", "schedule_config": {**LINEAR["schedule_config"], "root_degree": 2}}
+UNEVEN = {**LINEAR, "max_difficulty": 30}
+WORDS = {**DISCRETE, "max_difficulty": "c", "schedule_config": {"difficulty": ["a", "b"], "max_step": ["c"]}}
+
+
+def curriculum(key: str, schedule: dict[str, Any]) -> dict[str, Any]:
+    given = {**LENGTHS, **schedule}
+    if key == "curriculum_learning":
+        return {"enabled": True, "curriculum_type": "seqlen", **given}
+    metrics = {"seqlen_truncate": {"clustering_type": "single_cluster", **given}}
+    learning = {"enabled": True, "curriculum_metrics": metrics}
+    return {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}
+
+
+@pytest.mark.parametrize("key", ["curriculum_learning", "data_efficiency"])
+@pytest.mark.parametrize("schedule", [DISCRETE, LINEAR, ROOT, UNEVEN], ids=["discrete", "linear", "root", "uneven"])
+def test_deepspeeds_curriculum_of_lengths_is_refused_with_stages_that_have_its_lengths(
+    key: str, schedule: dict[str, Any], tmp_path: Path
+) -> None:
+    [refused] = translate({key: curriculum(key, schedule)}).refused
+    assert refused.field == key
+    stages, _, rest = refused.remedy.partition("add ")[2].rpartition(": these")
+    assert "DeepSpeed truncates" in rest
+    config = tiny_config(tmp_path / "tokens", tmp_path / "run", **json.loads(f"{{{stages}}}"))
+    path = write_config(tmp_path / "c.json", config)
+    assert headrace(["check", "--config", str(path), "--rules-only"]) == 0
+    accounts = resolve(parse(Config, config), world_size=1).accounts
+    theirs = CurriculumScheduler({**LENGTHS, **schedule})
+    for step in range(1, 21):
+        assert accounts.span(step).sequence_length == theirs.update_difficulty(step), step
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{}, {"schedule_type": "custom"}, {**LINEAR, "max_difficulty": 512}, {**DISCRETE, "schedule_config": {}}, WORDS],
+)
+def test_a_curriculum_that_is_not_a_few_lengths_is_refused_with_stages_as_a_hint(schedule: dict[str, Any]) -> None:
     for key in ("curriculum_learning", "data_efficiency"):
-        [refused] = translate({key: {"enabled": True, "curriculum_type": "seqlen"}}).refused
-        assert refused.field == key
-        assert "stages with data.sequence_length" in refused.remedy
+        [refused] = translate({key: curriculum(key, schedule)}).refused
+        assert "an entry of stages with data.sequence_length" in refused.remedy
         assert not translate({key: {"enabled": False}}).refused
 
 

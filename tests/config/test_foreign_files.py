@@ -14,6 +14,7 @@ from foundation.errors import ConfigError, problems_in
 from pipeline.config.foreign_files import TOOLS
 from pipeline.config.foreign_names import foreign_names
 from pipeline.config.load import load_config, read_config
+from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from tests.conftest import tiny_config, write_config
 
@@ -83,6 +84,33 @@ def test_a_config_of_another_tool_is_named_and_what_is_printed_can_be_run(tool: 
         words = shlex.split(refused.value.remedy.replace("; or ", " ").partition(", then your model")[0])
         sets = [value for flag, value in itertools.pairwise(words) if flag == "--set"]
         load_config(words[words.index("--config") + 1], sets)
+
+
+def test_a_batch_ramp_of_megatron_is_written_as_ours_with_the_same_batch_at_every_step(tmp_path: Path) -> None:
+    start, by, samples, to, length = 8, 8, 100, 32, 128
+    name, text = FILES["NeMo"]
+    ramped = text.replace(
+        "global_batch_size: 64", f"global_batch_size: {to}\n  rampup_batch_size: [{start}, {by}, {samples}]"
+    )
+    (tmp_path / name).write_text(ramped.replace("tensor_model_parallel_size: 2", "tensor_model_parallel_size: 1"))
+    with pytest.raises(ConfigError) as refused:
+        read_config(tmp_path / name)
+    words = shlex.split(refused.value.remedy.partition(", then your model")[0])
+    [ramp] = [word for word in words if word.startswith("train_batch_size=")]
+    micro = "train_micro_batch_size_per_gpu=4"
+    path = write_config(tmp_path / "c.json", tiny_config(tmp_path / "tokens", tmp_path / "run"))
+    run = resolve(read_config(path, [ramp, micro, f"data.sequence_length={length}"]).config, world_size=1)
+    consumed = 0
+    for step in range(
+        1, 21
+    ):  # Megatron-LM, core/num_microbatches_calculator.py: RampupBatchsizeNumMicroBatchesCalculator
+        increments = int(consumed / (samples / ((to - start) // by)))
+        theirs = to if consumed > samples else min(start + by * increments, to)
+        assert run.accounts.samples_in(step) == theirs, step
+        consumed += theirs
+    (tmp_path / name).write_text(ramped.replace("  seq_length: 128\n", "") + "\n")
+    with pytest.raises(ConfigError, match=r"SAMPLES x data\.sequence_length"):
+        read_config(tmp_path / name)
 
 
 def test_the_deepspeed_file_of_a_tools_config_is_named(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def run_printed(commands: str, cwd: Path, *, warm: bool = True) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -133,6 +133,15 @@ def test_a_threshold_that_is_not_reached_is_named() -> None:
     assert not not_reached(shrunk, lengths=(8192, 32))
 
 
+def test_yarns_original_length_is_kept_so_that_it_fits_the_factor() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8192}
+    config = CONFIG_MAPPING["llama"](**REAL["llama"], max_position_embeddings=65536, rope_parameters=rope)
+    small = shrink(config, divide=1, layers=2, vocab_size=64, lengths=(65536, 32))
+    # transformers warns of another ratio
+    assert small.max_position_embeddings / small.rope_parameters["original_max_position_embeddings"] == 8.0
+    assert not not_reached(small, lengths=(65536, 32))
+
+
 def large(kind: str) -> PretrainedConfig:
     return CONFIG_MAPPING[kind](**LARGE[kind])
 

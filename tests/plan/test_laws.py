@@ -137,6 +137,7 @@ def ramped(over_tokens: float) -> StepAccounts:
 def test_a_ramp_takes_fewer_steps_than_its_first_batch_and_teaches_more_than_its_last(over_tokens: int) -> None:
     effects = list(ramp_effects(ramped(over_tokens), 0, 10**9))
     assert [each.law.split(" (")[0] for each in effects] == ["McCandlish"] * 2 + ["Power Lines"] * 2
+    assert ["unverified" in each.law for each in effects] == [False, False, True, True]
     for small, large in zip(effects[::2], effects[1::2], strict=True):
         assert (small.batch, large.batch) == (256 * 2048, 1024 * 2048)
         assert 0 < small.fewer_steps < 0.75

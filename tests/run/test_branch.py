@@ -18,11 +18,13 @@ from pipeline.config.rules.resolve import resolve
 from pipeline.config.sections.run import Config
 from pipeline.data.skips import Skips
 from pipeline.models.card.lineage import training_lineage
+from pipeline.run.anomalies.suspect_samples import RunSamples
 from pipeline.run.before.summary import prepared_entries
 from pipeline.run.command_branch import branched
 from pipeline.run.manifest import RunManifest
 from pipeline.run.prepare import prepare
-from tests.conftest import launch, losses, tiny_config, write_config
+from pipeline.runtime.metrics.journal import read_rows
+from tests.conftest import launch, losses, text_folders, tiny_config, write_config
 from tests.engines.comparison import FP32
 
 STEPS, AT = 9, 6
@@ -173,6 +175,47 @@ def test_epochs_of_a_branch_are_those_that_it_has_read_itself(branch: Path, tmp_
     windows = prepared.mixture.sources[0].windows
     assert [row["last_step"] for row in ledger] == [AT, AT + 1, STEPS]
     assert [row["epochs"] for row in ledger[1:]] == [[round(8 / windows, 6)], [round(16 / windows, 6)]]
+
+
+def test_a_chain_of_branches_equals_the_same_run_in_stages_to_the_bit(tokens: Path, tmp_path: Path) -> None:
+    named = [{"path": str(tokens), "source": str(name), "weight": each} for each, name in enumerate(text_folders(), 1)]
+    decay = {"type": "WSD", "params": {"warmup_num_steps": 0, "decay_num_steps": 3, "min_ratio": 0.1}}
+    long = {"data": {"sequence_length": 64, "mask_documents": True}, "optimizer_states": "fresh", "scheduler": decay}
+    again = {"data": {"sources": [{"path": str(tokens)}], "sequence_length": 32}, "optimizer": {"params": {"lr": 1e-3}}}
+    stages: list[dict[str, Any]] = [
+        {"name": "stable", "until": {"steps": 2}},
+        {"name": "mixed", "until": {"steps": 4}, "data": {"sources": named}, "train_batch_size": 4},
+        {"name": "long", "until": {"steps": 7}, **long},
+        {"name": "again", "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}, **again},
+    ]
+    plain = {**config_of(tokens, tmp_path / "stable", steps=2), "scheduler": None}
+    whole = merged(plain, {"run": {"dir": str(tmp_path / "whole"), "steps": STEPS}}) | {"stages": stages}
+    launch("train.py", write_config(tmp_path / "whole.json", whole))
+    launch("train.py", write_config(tmp_path / "stable.json", plain))
+    runs, begun = [tmp_path / "stable"], 2
+    for number, last in ((1, 4), (2, 7), (3, STEPS)):
+        run = {"dir": str(tmp_path / stages[number]["name"]), "steps": last}
+        own = {"run": run, "stages": [*stages[:number], {**stages[number], "until": "rest"}]}
+        changes = write_config(tmp_path / f"changes-{last}.json", own)
+        assert headrace(["branch", str(runs[-1]), "--at", str(begun), "--config", str(changes)]) == 0
+        runs, begun = [*runs, Path(run["dir"])], last
+        launch("train.py", runs[-1].with_suffix(".json"))
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
+    rows = [
+        [[row.get(key) for key in keys] for row in read_rows(run, kind="step")] for run in (tmp_path / "whole", *runs)
+    ]
+    assert rows[0] == [row for run in rows[1:] for row in run]
+    ends = [checkpoint(run, STEPS) for run in (tmp_path / "whole", runs[-1])]
+    ours, theirs = (next(end.glob("*.distcp")).read_bytes() for end in ends)
+    assert ours == theirs
+    ledgers = [read_manifest(end, kind="checkpoint").details["ledger"] for end in ends]
+    counts = [
+        [(row["last_step"], row["tokens"], row.get("targets", row["tokens"])) for row in each] for each in ledgers
+    ]
+    assert counts[0] == counts[1]
+    text = [RunSamples.open(run) for run in (tmp_path / "whole", runs[-1])]
+    headers = [[each.header(sample) for sample in each.samples_of_steps(8, STEPS)] for each in text]
+    assert headers[0] == headers[1]
 
 
 def test_the_config_of_a_branch_has_the_changes_and_not_what_they_replace() -> None:

@@ -160,7 +160,7 @@ def make_write_plan(state: State) -> WritePlan:
 
 
 def write_items(table: ShardTable, rows: Ints) -> tuple[WriteItem, ...]:
-    """Converts rows of a rank's table to items for torch's `FileSystemWriter`."""
+    """Converts rows of a rank's table to items of torch.distributed.checkpoint."""
     owners, offsets, sizes = (each[rows].tolist() for each in (table.tensor_of_row, table.offsets, table.sizes))
     properties = {each.dtype: TensorProperties(dtype=each.dtype) for each in table.tensors}
     items: list[WriteItem] = []

@@ -1,6 +1,8 @@
 """Writes and flushes one rank's checkpoint file without communication, and computes its checksum meanwhile.
 
-The files have the format of torch.distributed.checkpoint (`FileSystemWriter`), for its reader (`torch_reader`).
+The files have the format of torch.distributed.checkpoint (its `FileSystemWriter`), for its reader (`torch_reader`).
+That writer is not used, since it keeps every tensor of a file until the file's end: tensors that are read one by one
+would all be in memory.
 """
 
 from __future__ import annotations
@@ -10,18 +12,15 @@ import io
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import WriteItem
 
 from pipeline.checkpoint.format.metadata import METADATA
 from pipeline.checkpoint.write.locations import Locations
@@ -57,25 +56,35 @@ def write_shards(plan: WritePlan, lookup: Callable[[WriteItem], Tensor], directo
         OSError, RuntimeError: a write failed.
     """
     _wait_for_directory(directory)
-    files = _ChecksummedFiles()
-    writer = _writer(directory, files)
-    writer.set_up_storage_writer(plan.rank == 0)
-    items = writer.prepare_global_plan([SavePlan([])] * plan.rank + [SavePlan(list(plan.items))])[-1]
+    name, places = f"__{plan.rank}_0.distcp", []
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # CRC-32 takes three times as long as SHA-256, and detects less
     try:
-        results: list[WriteResult] = writer.write_data(items, cast("Any", _ValuePlanner(lookup))).value()
+        with (directory / name).open("wb", buffering=0) as file:
+            stream = _ChecksummedStream(file)
+            for item in plan.items:
+                begin = stream.tell()
+                _save(lookup(item), stream)
+                places.append((begin, stream.tell() - begin))
+            os.fsync(file.fileno())
     finally:
         torch.serialization.set_crc32_options(before)
-    return WrittenShards(_locations(plan, results), files.sha256)
+    locations = Locations(name if places else None, np.array(places, dtype=np.int64).reshape(-1, 2))
+    return WrittenShards(locations, {name: stream.digest.hexdigest()})
 
 
-def _locations(plan: WritePlan, results: Sequence[WriteResult]) -> Locations:
-    found = {result.index: result.storage_data for result in results}
-    places = [(found[item.index].offset, found[item.index].length) for item in plan.items]
-    names = {info.relative_path for info in found.values()}
-    assert len(names) <= 1, "a rank writes one file"
-    return Locations(next(iter(names), None), np.array(places, dtype=np.int64).reshape(-1, 2))
+def _save(value: Tensor, stream: _ChecksummedStream) -> None:
+    """Writes one shard, of which no copy remains.
+
+    Raises:
+        OSError: the write failed.
+    """
+    value = value.detach().cpu()
+    if value.untyped_storage().nbytes() != value.nbytes:
+        value = value.clone()  # torch.save writes the whole storage of a view
+    torch.save(value, cast("IO[bytes]", stream))
+    if stream.error is not None:
+        raise stream.error
 
 
 def _wait_for_directory(directory: Path) -> None:
@@ -100,39 +109,6 @@ def write_metadata(encoded: bytes, directory: Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     return hashlib.sha256(encoded).hexdigest()
-
-
-def _writer(directory: Path, files: FileSystem) -> FileSystemWriter:
-    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
-    writer.fs = files
-    return writer
-
-
-class _ValuePlanner:
-    """Planner with the one method that a writer calls."""
-
-    def __init__(self, lookup: Callable[[WriteItem], Tensor]) -> None:
-        self._lookup = lookup
-
-    def resolve_data(self, item: WriteItem) -> Tensor:
-        assert item.type != WriteItemType.BYTE_IO, "a state has only tensors"
-        return self._lookup(item)
-
-
-class _ChecksummedFiles(FileSystem):
-    """Computes the checksum of every file while it is written, so that no file is read again."""
-
-    def __init__(self) -> None:
-        self.sha256: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode, buffering=0) as file:
-            stream = _ChecksummedStream(cast("io.FileIO", file))
-            yield cast("io.IOBase", stream)
-            if stream.error is not None:
-                raise stream.error
-        self.sha256[Path(path).name] = stream.digest.hexdigest()
 
 
 class _ChecksummedStream:

@@ -14,6 +14,7 @@ from typing import Any
 from foundation.configfile import ConfigTree
 from foundation.errors import ConfigError
 from pipeline.config.deepspeed.auto import SAMPLES_PER_DEVICE, resolve_auto
+from pipeline.config.deepspeed.curriculum import stages_of
 from pipeline.config.deepspeed.defaults import DEFAULTS
 from pipeline.config.deepspeed.ignored import IGNORED, OTHER_NAMES, is_comment
 from pipeline.config.deepspeed.keys import (
@@ -173,7 +174,9 @@ def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list
             ignored.append(path if isinstance(value, dict | list) or is_comment(key) else f"{path} = {_json(value)}")
         elif key in table:
             why = "no scheduler has it" if at == "scheduler.params." else "DeepSpeed's key, not supported here"
-            refused.append(ConfigError(path, value, why=why, remedy=table[key]))
+            stages = None if at or "stages with" not in table[key] else stages_of(key, value)
+            remedy = _IN_STAGES.format(stages) if stages else table[key]
+            refused.append(ConfigError(path, value, why=why, remedy=remedy))
         elif not at and key not in _OURS and (found := find_name(key)) is not None:
             refused.append(ConfigError(key, value, why=found.why, remedy=found.remedy(value)))
         elif isinstance(value, dict) and path.split(".")[0] in _SECTIONS:
@@ -182,6 +185,8 @@ def _sift(at: str, section: Mapping[str, Any], ignored: list[str], refused: list
             kept[key] = value
     return kept
 
+
+_IN_STAGES = "remove it, and add {}: these read whole windows of each length, where DeepSpeed truncates longer samples"
 
 _WITH_A_MEANING = frozenset({"steps_per_print", "tensor_parallel.autotp_size", "zero_optimization.overlap_comm"})
 """Keys of the schema with one value that is ignored."""

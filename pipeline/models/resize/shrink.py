@@ -56,7 +56,7 @@ _THRESHOLDS = (
     *("index_topk", "indexer_budget", "keep_window_size", "attention_window_size"),
     *("chunk_size", "mamba_chunk_size", "block_size", "index_block_size"),
 )
-"""Keys for lengths at which a model's computation changes."""
+"""Keys for lengths at which a model's computation changes, except in YaRN's section."""
 _OF_POSITIONS = re.compile(
     "position|length|window|chunk|block_size|budget|index_topk|floor_scale|context|compress_rate"
 )
@@ -156,9 +156,14 @@ def not_reached(config: PretrainedConfig, *, lengths: tuple[int, int]) -> dict[s
     return {key: value for key, value in found.items() if _OF_POSITIONS.search(key) and tiny <= value < real}
 
 
+def _is_yarn(value: Any) -> bool:
+    """Tells YaRN's parameters: its original length is a constant of the frequencies, which no sequence crosses."""
+    return isinstance(value, dict) and "yarn" in (value.get("rope_type"), value.get("type"))
+
+
 def _integers(values: HfFields, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not _is_yarn(value):
             yield from _integers(value, f"{prefix}{key}.")
         elif isinstance(value, int):
             yield prefix + key, value
@@ -166,7 +171,7 @@ def _integers(values: HfFields, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 def _crossed(key: str, value: Any, real: int, tiny: int) -> Any:
     """Sets a threshold so that `tiny` positions cross it if `real` positions do; other values stay unchanged."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not _is_yarn(value):
         return {name: _crossed(name, each, real, tiny) for name, each in value.items()}
     if key in _THRESHOLDS and isinstance(value, int):
         return min(value, tiny // 2) if value < real else max(value, tiny)

@@ -10,7 +10,9 @@ OLMo's ladder: OLMo-core's model ladder, after Porian et al. 2024, arXiv:2406.19
 tokens, lr = 0.0047 (N / 108M)^(-1/3) / 2, weight decay 0.1, warm-up of N tokens.
 Critical batch: a token in a batch of B tokens teaches as much as 1 / (1 + B / B_crit) tokens in small batches
 (McCandlish et al. 2018, arXiv:1812.06162, section 2.3). B_crit = 2.1e8 L^(-1/0.21) tokens at a loss of L nats (Kaplan
-et al. 2020, arXiv:2001.08361, section 5.1), or by Power Lines 0.0471 D^0.462 sequences.
+et al. 2020, arXiv:2001.08361, section 5.1), or by Power Lines 0.0471 D^0.462 sequences of 2,048 tokens, D in tokens.
+Power Lines' numbers for the critical batch are unverified: texts that cite it have an exponent of 0.46 to 0.47, and
+neither the factor nor its unit could be compared with the paper.
 Chinchilla: Hoffmann et al. 2022, arXiv:2203.15556, with the numbers of Besiroglu et al. 2024, arXiv:2404.10102. D =
 20 N.
 """
@@ -167,7 +169,7 @@ def critical_batches(parameters: float, tokens: float) -> dict[str, tuple[float,
     power = 0.0471 * tokens**0.462 * _POWER_LINES_SEQUENCE
     return {
         "McCandlish": kaplan,
-        _POWER.law: (power, "arXiv:2505.13738", _POWER.range.holds(parameters, tokens)),
+        _POWER.law: (power, "arXiv:2505.13738; factor unverified", _POWER.range.holds(parameters, tokens)),
     }
 
 

@@ -121,10 +121,9 @@ class RunSamples:
         mixtures = open_mixtures(resolved)
         for stage, mixture in zip(resolved.stages or (resolved,), mixtures, strict=True):
             _check_unchanged(mixture, manifest, stage=resolved.accounts.names[stage.stage])
-        newest = newest_manifest(run_dir)
-        skips = skips_of({} if newest is None else newest.details, events, step=math.inf)
+        newest, branch = newest_manifest(run_dir), manifest.details.get(BRANCH, {"step": 0, "run": ""})
+        skips = skips_of(branch if newest is None else newest.details, events, step=math.inf)
         tokenizer = Tokenizer.from_file(str(mixtures[0].sources[0].tokenizer / TOKENIZER_JSON))
-        branch = manifest.details.get(BRANCH, {"step": 0, "run": ""})
         return cls(resolved, mixtures, skips, tokenizer, branch["step"], branch["run"])
 
     def samples_of_steps(self, first: int, last: int) -> Iterator[Sample]:
@@ -152,9 +151,9 @@ class RunSamples:
         if not 0 <= first <= last:
             raise DataError(f"samples are numbered from 0: there are no samples {first} to {last}")
         for number in range(first, last + 1):
-            step = self.run.accounts.step_of_sample(number)
-            stage, place = self.run.accounts.stage(step), number - self.run.accounts.samples(step - 1)
-            yield Sample(number, None, _micro_batch(self.run.at(step).batch_of(step), place), stage)
+            step, place = self.skips.place_of(number, self.run.accounts)
+            batch = self.run.at(step).batch_of(step)
+            yield Sample(number, None, _micro_batch(batch, place), self.run.accounts.stage(step))
 
     def header(self, sample: Sample) -> str:
         """Formats the sample's number, step, data rank, micro-batch and source."""

@@ -263,6 +263,7 @@ OTHER_TRAINING: dict[str, tuple[Any, str]] = {
     "decoupled_lr": (1e-4, "rate of all others"),
     "decoupled_weight_decay": (False, "decoupled"),
     "clip_grad": (0.5, "gradient_clipping"),
+    "rampup_batch_size": ([16, 8, 1000], "it may be a ramp"),
     "reset_attention_mask": (True, "data.mask_documents"),
     "moe_aux_loss_coeff": (0.01, "moe.aux_loss_coef"),
     "moe_z_loss_coeff": (1e-3, "no z-loss"),

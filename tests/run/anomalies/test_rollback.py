@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from pipeline.data.loader import StepLoader
 from pipeline.data.skips import Skip, Skips
 from pipeline.engines.build import build_engine
 from pipeline.engines.objective import CrossEntropy
+from pipeline.run.anomalies.suspect_samples import RunSamples
+from pipeline.run.batches import RankBatches
 from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
-from tests.conftest import losses, tiny_config, write_config
+from tests.conftest import launch, losses, tiny_config, write_config
 from tests.groups import events
+from tests.run.test_changed_resume import lose_checkpoints_after
 from tests.runtime.metrics.offline import logged
 from tests.support import output_of
 
@@ -157,3 +161,69 @@ def test_another_policy_resumes_a_stopped_run(tokens: Path, tmp_path: Path, monk
     output = run_poisoned(config, "anomalies.non_finite=skip")
     assert f"resuming after step {CHECKPOINT}" in output
     assert list(losses(tmp_path / "run")) == list(range(1, 21))
+
+
+def test_a_branch_of_a_run_with_a_rollback_reads_what_its_base_reads(rolled_back: Path, tmp_path: Path) -> None:
+    made = json.loads((rolled_back / "c.json").read_text())
+    fields: dict[str, Any] = {"engine": "torch", "zero_optimization": {"stage": 0}, "evaluation": {"samples": 0}}
+    made["run"] |= {"dir": str(tmp_path / "run"), "from": f"{rolled_back / 'run'}@15"}
+    launch("train.py", write_config(tmp_path / "c.json", made | fields))
+    expected = {step: loss for step, loss in losses(rolled_back / "run").items() if step > 15}
+    assert losses(tmp_path / "run") == expected
+    lose_checkpoints_after(tmp_path / "run", 15)  # its only record of the skip is that of its beginning
+    numbers = [sample.number for sample in RunSamples.open(tmp_path / "run").samples_of_steps(16, 16)]
+    assert numbers == [*range(18 * 8, 19 * 8)]
+
+
+STAGE_SKIPS = Skips((Skip(5, 2, 4 + 8),))
+"""Steps 5 and 6, the first two of the second stage, in which the batch grows from 4 to 8: step 6 has the bad sample."""
+
+
+def test_a_rollback_within_a_later_stage_skips_its_data_and_moves_that_of_all_later_steps(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POISON", f"nan:{4 * 8 + 4 + 5}")
+    ramp = {"from": 4, "to": 8, "over_tokens": 4 * 64}
+    stages = [
+        {"name": "short", "until": {"steps": 4}},
+        {"name": "long", "until": {"steps": 8}, "data": {"sequence_length": 64}, "train_batch_size": ramp},
+        {"name": "last", "data": {"sequence_length": 32}, "train_batch_size": 4},
+    ]
+    fields: dict[str, Any] = {"engine": "torch", "zero_optimization": {"stage": 0}, "scheduler": None, "stages": stages}
+    made = tiny_config(tokens, tmp_path / "run", anomalies={"non_finite": "rollback"}, **fields)
+    made["run"] |= {"steps": 10, "checkpoint_every": 8, "keep_checkpoints": 9}
+    config = write_config(tmp_path / "c.json", made)
+    said = run_poisoned(config)
+    assert "rolling back from step 6 to step 4, skipping the data of 2 steps" in said
+    rows = list(read_rows(tmp_path / "run", kind="step"))
+    assert [row["tokens"] for row in rows] == [256, 512, 768, 1024, 1280, 1792, 2304, 2816, 2944, 3072]
+    assert [row["samples"] for row in rows] == [8, 16, 24, 32, 36, 44, 52, 60, 64, 68]  # trained on, no skipped ones
+
+    details = read_manifest(tmp_path / "run/checkpoints/step-00000010", kind="checkpoint").details
+    assert (details["skips"], details["samples"]) == (STAGE_SKIPS.plain(), 80)
+    reader = RunSamples.open(tmp_path / "run")
+    short, long, last = (mixture.sources[0].windows for mixture in reader.mixtures)
+    assert [(row["tokens"], row["targets"], row["epochs"]) for row in details["ledger"]] == [
+        (1024, 1024, [round(32 / short, 6)]),
+        (256, 256, [round((48 - 32) / long, 6)]),
+        (1536, 1536, [round((72 - 32) / long, 6)]),
+        (256, 256, [round((32 + 80 - 60) / last, 6)]),  # continues after the first stage, whose length it has
+    ]
+    numbers = [[sample.number for sample in reader.samples_of_steps(step, step)] for step in (4, 5, 6, 9)]
+    assert numbers == [[*range(24, 32)], [*range(44, 48)], [*range(48, 56)], [*range(72, 76)]]
+    for step in (5, 8, 9):  # step 8 has numbers that the third stage would have without the skip
+        for sample in reader.samples_of_steps(step, step):
+            [same] = reader.samples(sample.number, sample.number)
+            assert same == replace(sample, step=None)
+    assert [next(reader.samples(number, number)).stage for number in (31, 32, 43, 44)] == [0, 1, 1, 1]
+
+    found = losses(tmp_path / "run")
+    run = resolve(parse(Config, made | {"run": {**made["run"], "dir": str(tmp_path / "own")}}), world_size=1)
+    for stage, first in zip(prepare(run).stages[1:], (5, 9), strict=True):
+        engine = build_engine(stage.run, stage.model, stage.values, CrossEntropy(), device=torch.device("cpu"))
+        engine.load(tmp_path / f"run/checkpoints/step-{first - 1:08d}")
+        for batch in RankBatches(stage, 0).training(first_step=first, skips=STAGE_SKIPS):
+            assert engine.train_step(batch, lr=3e-3).loss == found[batch.step], batch.step
+    lose_checkpoints_after(tmp_path / "run", 4)
+    assert "rolling back" not in run_poisoned(config)  # the journal has the skip
+    assert losses(tmp_path / "run") == found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foundation.cli import guarded, leave
-from pipeline.data.mixture import open_mixture
+from pipeline.data.stage_mixtures import open_mixtures
 from pipeline.engines.objective import CrossEntropy, Loss
 from pipeline.engines.parallel.vocabulary import FULL_VOCABULARY, VocabularyShard
 from pipeline.run.session import train
@@ -31,14 +31,16 @@ class BadSample(CrossEntropy):
         self, logits: Tensor, labels: Tensor, *extra_targets: Tensor, vocabulary: VocabularyShard = FULL_VOCABULARY
     ) -> Loss:
         loss = super().__call__(logits, labels, *extra_targets, vocabulary=vocabulary)
-        bad = (labels == self._labels.to(labels.device)).all(dim=1).any()
+        alike = labels.shape[1] == self._labels.shape[0]  # stages may have other lengths
+        bad = alike and (labels == self._labels.to(labels.device)).all(dim=1).any()
         return Loss(loss.total * (self._factor if bad else 1.0), loss.parts)
 
 
 def main() -> int:
     run = resolve_run(parse_arguments("Train with a bad sample."))
     factor, sample = os.environ["POISON"].split(":")
-    row = open_mixture(run.config.data, seed=run.config.run.seed).read([int(sample)])[0]
+    stage = run.accounts.stage(run.accounts.step_of_sample(int(sample)))
+    row = open_mixtures(run)[stage].read([int(sample)])[0]
     with StopSignals(announce=detect().rank == 0) as signals:
         return train(run, lambda *_rank: BadSample(torch.from_numpy(row[1:].copy()), float(factor)), signals=signals)
 
