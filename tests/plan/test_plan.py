@@ -19,7 +19,6 @@ from pipeline.engines.sizes.communicators import BYTES, PEER_BYTES, communicator
 from pipeline.engines.sizes.footprint import footprint_of
 from pipeline.engines.sizes.memory import peak_memory
 from pipeline.plan import command_plan
-from pipeline.plan.predict.host_plan import kept_bytes
 from pipeline.plan.predict.memory_plan import host_fits
 from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.search import machines
@@ -157,14 +156,6 @@ def test_offload_to_nvme_takes_the_disks_time_and_room() -> None:
     host = nvme.planned.machine.host
     least = 16 * parameters * (1 / host.disk_bytes_per_s[2] + 1 / (host.disk_write_bytes_per_s or [0])[2])
     assert nvme.plan.step_s.low - cpu.plan.step_s.low > least
-
-
-def test_checkpoints_that_a_node_s_disks_cannot_hold_are_named() -> None:
-    for keep, named in ((2, False), (400, True)):
-        found = planned("llama_8b_8gpu.json", f"run.keep_checkpoints={keep}", machine="h100", processes=8)
-        shares = found.costs.shares(found.run).footprint
-        assert kept_bytes(found.run, shares) == pytest.approx((keep + 1) * 12 * found.costs.size.parameters, rel=1e-6)
-        assert any("checkpoints that run.dir keeps" in note for note in found.notes) == named
 
 
 def test_the_phases_of_memory_are_the_formulas_and_what_they_do_not_count() -> None:
