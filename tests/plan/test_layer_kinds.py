@@ -99,15 +99,15 @@ def test_latent_attention_shared_experts_and_tokens_ahead_are_counted_by_their_m
     assert whole - own == pytest.approx(3 * (more - head), rel=0.01)
 
 
-def test_a_hybrid_of_long_sequences_is_planned_faster_than_one_of_full_attention_alone() -> None:
-    keys = ("data.sequence_length=65536", "train_batch_size=8", "train_micro_batch_size_per_gpu=1")
+def test_a_hybrid_computes_less_on_long_sequences_than_a_model_of_full_attention_alone() -> None:
+    keys = ("data.sequence_length=65536", "train_batch_size=64", "train_micro_batch_size_per_gpu=1")
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     seconds, all_full = (
-        typical_time(of.run, of.costs, of.machine, model=CLOSED).total
+        typical_time(of.run, of.costs, of.machine, model=CLOSED).products
         for types in (kinds * 12, ["full_attention"] * 48)
         for of in (hybrid(json.dumps(types), keys),)
     )
-    assert seconds < 0.5 * all_full
+    assert seconds < 0.4 * all_full  # attention of 12 layers instead of 48
 
 
 def hybrid(types: str, keys: tuple[str, ...]) -> PlannedRun:
