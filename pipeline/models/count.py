@@ -46,8 +46,8 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
     embedding (a tied embedding counts once, as the head), and k/E of the experts if a token goes to k of E. L is the
     number of layers, h the attention width (heads x head size), s the sequence length, or a layer's sliding window if
     that is shorter. Recurrent layers add three times `state_flops`. Causal masking is not subtracted. Modules for
-    multi-token prediction count with their parameters and the head, without attention. Source: Chowdhery et al. 2022,
-    PaLM (arXiv:2204.02311), appendix B.
+    multi-token prediction count with their parameters, full attention and the head. Source: Chowdhery et al. 2022, PaLM
+    (arXiv:2204.02311), appendix B.
     """
     parameters = sum(p.numel() for p in model.parameters())
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -61,8 +61,8 @@ def measure(model: nn.Module, config: PretrainedConfig, *, sequence_length: int)
     spans = (min(window_of(config, index) or sequence_length, sequence_length) for index in range(len(widths)))
     attention = 12 * sum(width * span for width, span in zip(widths, spans, strict=True))
     attention += round(3 * sum(state_flops(config)))
-    heads = 6.0 * embedding * len(modules_of(model))
-    return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention + heads)
+    ahead = len(modules_of(model)) * (6.0 * embedding + 12.0 * max(widths, default=0) * sequence_length)
+    return ModelSize(parameters, embedding, active, 6.0 * multiplied + attention + ahead)
 
 
 def _inactive(model: nn.Module, config: PretrainedConfig) -> int:

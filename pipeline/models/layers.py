@@ -115,15 +115,16 @@ def attention_widths(config: PretrainedConfig) -> list[int]:
 
 STATE_FLOPS = 6.0
 """FLOPs per element of a recurrent layer's state and token, forward: decay or read by the key (2), update by an outer
-product (2), read by the query or the output matrix (2). Sources: gated delta rule (arXiv:2412.06464), equation 10;
-Mamba-2 (arXiv:2405.21060), section 2. Kernels that work by chunks compute more."""
+product (2), read by the query or the output matrix (2). Sources: gated delta rule (arXiv:2412.06464), equation 10; KDA
+(arXiv:2510.26692), equation 1; Mamba-2 (arXiv:2405.21060), section 2; RG-LRU (arXiv:2402.19427), equations 3 and 4,
+elementwise on one number per channel. Kernels that work by chunks compute more."""
 
 
 def state_flops(config: PretrainedConfig) -> list[float]:
     """Returns the forward FLOPs per token on the recurrent state of every layer; zeros for layers without one.
 
-    A state has heads x key size x value size elements (gated delta rule), or channels x state size (Mamba). RG-LRU's
-    states and short convolutions, a few operations per channel, count as zero.
+    A state has heads x key size x value size elements (gated delta rule, KDA, lightning attention), channels x state
+    size (Mamba), or one per channel (RG-LRU). Short convolutions count with their parameters.
     """
     kinds: Any = getattr(config, "layer_types", None) or ()
     found = [0.0] * config.num_hidden_layers
@@ -139,6 +140,12 @@ def _state_elements(config: Any) -> int:
     heads = getattr(config, "linear_num_value_heads", None)
     if heads:
         return int(heads * config.linear_key_head_dim * config.linear_value_head_dim)
+    if heads := getattr(config, "linear_num_heads", None):
+        return int(heads * config.linear_head_dim**2)
+    if config.model_type == "minimax":  # lightning attention has the heads of full attention
+        return int(_attention_width(config) ** 2 // config.num_attention_heads)
+    if width := getattr(config, "lru_width", None):
+        return int(width)
     states = (getattr(config, name, None) for name in ("mamba_d_state", "ssm_state_size", "state_size"))
     state = next((each for each in states if each), 0)
     pairs = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("hidden_size", "mamba_expand"))

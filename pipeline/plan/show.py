@@ -90,7 +90,8 @@ def lines(report: Report) -> Iterator[str]:
     yield _line("speed", plan.tokens_per_s.shown(lambda each: f"{each:,.0f}") + " tokens/s")
     if report.best is not None:
         speed = report.best.shown(lambda each: f"{each:,.0f}")
-        yield _line("", f"the best published runs of other engines would reach {speed} tokens/s in this layout")
+        room = "" if plan.memory.fits else ", which does not fit our engines"
+        yield _line("", f"the best published runs of other engines would reach {speed} tokens/s in this layout{room}")
     if plan.mfu is not None:
         yield _line("MFU", plan.mfu.shown(lambda each: f"{each:.1%}"))
     yield from _costs(report)
@@ -153,6 +154,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "expert_load": asdict(_load(planned)),
         "memory": {
             "peak": memory.peak.plain(),
+            "reserved": memory.reserved and memory.reserved.plain(),
             "device": memory.device,
             "fits": memory.fits,
             "pp_rank": memory.pp_rank,
@@ -226,6 +228,8 @@ def _memory(report: Report) -> Iterator[str]:
     for name, kinds in memory.phases.items():
         shown = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds.items() if size >= 1e6)
         yield _line("", f"{name} {shown_bytes(sum(kinds.values()))}: {shown}")
+    if memory.reserved is not None:
+        yield _line("", f"torch's allocator reserves {memory.reserved.shown(shown_bytes)}, and frees it when it must")
     if memory.host:
         yield _line("", f"host memory of a rank under offload {shown_bytes(memory.host)}")
     node = memory.node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -10,7 +12,12 @@ from pipeline.engines.parallel.costs import forward_flops
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.count import measure
 from pipeline.models.layers import state_flops
-from tests.models.architectures import family_meta
+from pipeline.plan.predict.closed_form_step import CLOSED
+from pipeline.plan.predict.plan import typical_time
+from pipeline.plan.predict.planned_run import PlannedRun, open_run
+from pipeline.runtime.machines.known import load_machine
+from tests.conftest import ROOT
+from tests.models.architectures import config_of, family_meta, meta_of
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -47,6 +54,9 @@ def test_mfu_counts_a_window_by_its_length_and_not_by_that_of_the_sequence() -> 
         ),
         ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}, 8 * 16 * 32),
         ("jamba", {"mamba_expand": 2, "mamba_d_state": 16}, 64 * 2 * 16),
+        ("kimi_linear", {"linear_num_heads": 4, "linear_head_dim": 8}, 4 * 8 * 8),
+        ("minimax", {"head_dim": 16}, 4 * 16 * 16),
+        ("recurrent_gemma", {"lru_width": 80}, 80),
     ],
 )
 def test_a_recurrent_layer_costs_six_flops_per_element_of_its_state(
@@ -55,6 +65,58 @@ def test_a_recurrent_layer_costs_six_flops_per_element_of_its_state(
     config = AutoConfig.for_model(kind, **_SIZES, **keys)
     assert "linear_attention" in config.layer_types
     assert state_flops(config) == [6 * elements * (each == "linear_attention") for each in config.layer_types]
+
+
+def test_gpt_oss_counts_windows_sinks_and_chosen_experts() -> None:
+    """Hidden size 32, 4 heads of 8, 2 of keys, 2 of 4 experts of 48, a window of 7 on the first and the third layer."""
+    products = 2 * 32 * 32 + 2 * 16 * 32 + 4 * 32 + 2 * (32 * 96 + 48 * 32)
+    vectors = 4 + (32 + 16 + 16 + 32 + 4) + 2 * (96 + 32) + 2 * 32  # sinks; biases; those of experts; norms
+    window, full = 4 * 32 * 7, 4 * 32 * 64
+    layers, head = forward_flops(meta_of("gpt_oss"), sequence_length=64)
+    assert layers == [2 * (products + vectors) + each for each in (window, full, window)]
+    assert head == 2 * 96 * 32
+
+
+def test_latent_attention_shared_experts_and_tokens_ahead_are_counted_by_their_matrices() -> None:
+    """DeepSeek-V3 of hidden size 32: ranks 16, 4 heads with keys of 8 + 8 and values of 8, 2 of 4 experts and a shared
+    one of 24, one module for multi-token prediction, which is a copy of the last layer with the head."""
+    latent = 16 * 32 + 64 * 16 + 24 * 32 + 64 * 16 + 32 * 32
+    expert = 3 * 24 * 32
+    sparse = 2 * (latent + (2 + 1) * expert + 4 * 32 + 16 + 16 + 2 * 32)  # router and norms
+    scores = 2 * 64 * 4 * (8 + 8) + 2 * 64 * 4 * 8
+    layers, head = forward_flops(meta_of("deepseek_v3"), sequence_length=64)
+    assert layers[1:] == [sparse + scores] * 2
+    assert head == 2 * 96 * 32
+    ahead = build_meta(config_of("deepseek_v3"), dtype=torch.float32, attn_implementation="sdpa", ahead=1)
+    same, more = forward_flops(ahead, sequence_length=64)
+    assert same == layers
+    assert more - head == sparse + scores + head + 2 * (2 * 32 * 32 + 3 * 32)  # its projection and three norms
+    whole, own = (
+        measure(each, each.config, sequence_length=64).flops_per_token for each in (ahead, meta_of("deepseek_v3"))
+    )
+    assert whole is not None
+    assert own is not None
+    assert whole - own == pytest.approx(3 * (more - head), rel=0.01)
+
+
+def test_a_hybrid_computes_less_on_long_sequences_than_a_model_of_full_attention_alone() -> None:
+    keys = ("data.sequence_length=65536", "train_batch_size=64", "train_micro_batch_size_per_gpu=1")
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    seconds, all_full = (
+        typical_time(of.run, of.costs, of.machine, model=CLOSED).products
+        for types in (kinds * 12, ["full_attention"] * 48)
+        for of in (hybrid(json.dumps(types), keys),)
+    )
+    assert seconds < 0.4 * all_full  # attention of 12 layers instead of 48
+
+
+def hybrid(types: str, keys: tuple[str, ...]) -> PlannedRun:
+    """Qwen3-Next 80B-A3B on 64 H100s."""
+    config = {"model_type": "qwen3_next", "layer_types": json.loads(types)}
+    words = (f"model.config={json.dumps(config)}", "parallel.ep=64", *keys)
+    return open_run(
+        str(ROOT / "ds_configs" / "qwen3_moe_30b.json"), words, load_machine("h100"), nodes=None, processes=64
+    )
 
 
 def test_a_plans_layers_and_mfu_both_count_the_state() -> None:

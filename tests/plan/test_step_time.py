@@ -100,6 +100,25 @@ def test_devices_linked_one_to_one_have_as_many_links_as_others_in_their_group(r
     assert send_s(pairs, size=1e9, same_node=True) == pytest.approx(7 * send_s(switch, size=1e9, same_node=True))
 
 
+@pytest.mark.parametrize(("ranks", "kind", "rate"), [
+    (range(4), "all_reduce", 20e9),  # on one bridge
+    (range(8), "all_gather", 10e9),  # a ring crosses once
+    (range(0, 8, 2), "all_gather", 5e9),  # two groups cross at the same time
+    (range(0, 8, 4), "all_gather", 2.5e9),
+    (range(8), "all_to_all", 5e9),  # four devices send half of their rows across: twice the bytes of a ring
+])  # fmt: skip
+def test_groups_that_cross_from_one_host_bridge_to_the_next_share_the_way(
+    ranks: range, kind: Operation, rate: float
+) -> None:
+    cards = LinkTopology(8, Link(20e9, 0.0), Link(400e9, 0.0), bridge_devices=4, between_bridges=10e9)
+    switch = LinkTopology(8, Link(rate, 0.0), Link(400e9, 0.0))
+    group = group_of(cards, size=len(ranks), stride=ranks.step)
+    slow, expected = (collective_s(kind, "ring", group, each, size=1e9) for each in (cards, switch))
+    assert slow == pytest.approx(expected)
+    slow, expected = (collective_seconds(kind, 1e9, ranks, each) for each in (cards, switch))
+    assert slow == pytest.approx(expected)
+
+
 def test_a_kind_of_collective_that_was_measured_has_its_own_link() -> None:
     own = LinkTopology(8, NODES.within, NODES.between, {"reduce_scatter": Link(1e9, 0.0)})
     for kind in ("all_gather", "all_reduce", "send"):
@@ -158,7 +177,7 @@ def test_a_ring_over_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
     assert collective_s("all_gather", "ring", group, H100, size=GIB) == pytest.approx(expected)
     # one device of each node: its own share alone
     apart = group_of(H100, size=16, stride=8)
-    assert apart == RankGroup(16, 16)
+    assert apart == RankGroup(16, 16, 8)
     expected = 15 * 10e-6 + 15 / 16 * GIB / 50e9
     assert collective_s("all_gather", "ring", apart, H100, size=GIB) == pytest.approx(expected)
 
@@ -167,7 +186,7 @@ def test_a_ring_over_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
     ("size", "stride", "nodes"), [(1, 1, 1), (8, 1, 1), (9, 1, 2), (4, 2, 1), (4, 4, 2), (3, 4, 2)]
 )
 def test_the_nodes_of_a_group(size: int, stride: int, nodes: int) -> None:
-    assert group_of(H100, size=size, stride=stride) == RankGroup(size, nodes)
+    assert group_of(H100, size=size, stride=stride) == RankGroup(size, nodes, stride)
 
 
 @pytest.mark.parametrize("operation", get_args(Operation))

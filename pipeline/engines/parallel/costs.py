@@ -49,8 +49,8 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
 
     A layer costs 2 N + 4 h s, with N parameters and attention width h over s positions (scores and values; causal
     masking is not subtracted); with a sliding window, s is the window; a recurrent layer adds `state_flops`. The head
-    costs 2 V D. In a mixture of experts, only a token's active experts count. Modules for multi-token prediction run
-    the head again; they count as a part of the head. The source is that of `models.count.measure`.
+    costs 2 V D. In a mixture of experts, only a token's active experts count. Modules for multi-token prediction have
+    full attention and run the head again; they count as a part of the head. Source: as `models.count.measure`.
 
     Args:
         model: the full model, on any device.
@@ -63,7 +63,8 @@ def forward_flops(model: nn.Module, *, sequence_length: int) -> tuple[list[float
         span = min(window_of(config, index) or sequence_length, sequence_length)
         flops.append(2.0 * _active_parameters(layer, config) + 4.0 * widths[index] * span + states[index])
     head = 2.0 * config.vocab_size * config.hidden_size
-    ahead = [2.0 * _active_parameters(module, config) + head for module in modules_of(model)]
+    scores = 4.0 * max(widths, default=0) * sequence_length
+    ahead = [2.0 * _active_parameters(module, config) + scores + head for module in modules_of(model)]
     return flops, head + sum(ahead)
 
 

@@ -37,7 +37,8 @@ def collective_seconds(
     first = ranks[0] // topology.devices_per_node
     per_node = sum(rank // topology.devices_per_node == first for rank in ranks)
     within = per_node == n
-    bandwidth = topology.among(per_node).within.bandwidth
+    links = topology.among(per_node, stride=ranks[1] - ranks[0], to_all=kind == "all_to_all")
+    bandwidth = links.within.bandwidth
     if not within:
         bandwidth = min(bandwidth, per_node * topology.between.bandwidth)
     share = {"send": 1.0, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)

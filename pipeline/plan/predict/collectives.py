@@ -45,10 +45,12 @@ class RankGroup:
     Attributes:
         size: number of ranks.
         nodes: number of nodes, with equally many ranks on each.
+        stride: distance of two ranks.
     """
 
     size: int
     nodes: int
+    stride: int = 1
 
     @property
     def per_node(self) -> int:
@@ -65,7 +67,7 @@ def group_of(topology: LinkTopology, *, size: int, stride: int = 1) -> RankGroup
         stride: distance of the ranks, e.g. tp for a data-parallel group, whose members are tp ranks apart.
     """
     nodes = {rank * stride // topology.devices_per_node for rank in range(size)}
-    return RankGroup(size, len(nodes))
+    return RankGroup(size, len(nodes), stride)
 
 
 def collective_s(
@@ -87,7 +89,8 @@ def collective_s(
         raise ValueError(f"{operation} has no algorithm {algorithm}")
     if group.size == 1:
         return 0.0
-    return _ALGORITHMS[operation, algorithm](group, topology.of(operation).among(group.per_node), size)
+    links = topology.of(operation).among(group.per_node, stride=group.stride, to_all=operation == "all_to_all")
+    return _ALGORITHMS[operation, algorithm](group, links, size)
 
 
 def fastest(operation: Operation, group: RankGroup, topology: LinkTopology, *, size: float) -> tuple[Algorithm, float]:

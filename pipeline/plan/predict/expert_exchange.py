@@ -29,7 +29,7 @@ def deduplicated_s(transfer: Transfer, layout: TrafficLayout, rates: Rates) -> f
     """
     topology, ranks, chosen = rates.topology.of("all_to_all"), len(transfer.ranks), layout.widths.experts
     nodes = len({rank // topology.devices_per_node for rank in transfer.ranks})
-    within = topology.among(ranks // nodes).within
+    within = topology.among(ranks // nodes, to_all=True).within
     near = transfer.bytes * _places(ranks, chosen) / chosen * (ranks - 1) / ranks / within.bandwidth
     far = transfer.bytes * _places(nodes, chosen) / chosen * (nodes - 1) / nodes / topology.between.bandwidth
     latency = (within if nodes == 1 else topology.between).latency_s

@@ -24,12 +24,19 @@ class HostPlan:
         disk: bytes on local NVMe disks.
         memory_bytes: memory of the host; None if the machine's file does not give it.
         disk_bytes: capacity of its local disks; None if the machine's file does not give it.
+        checkpoints: bytes of the checkpoints that `run.dir` holds at once, of all ranks.
     """
 
     memory: dict[str, float]
     disk: float
     memory_bytes: float | None
     disk_bytes: float | None
+    checkpoints: float = 0.0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the local disks, if their capacity is known, are too small for the checkpoints beside the states."""
+        return self.disk_bytes is not None and self.disk + self.checkpoints > self.disk_bytes
 
     @property
     def fits(self) -> bool:
@@ -58,7 +65,15 @@ def host_plan(run: ResolvedRun, footprint: Footprint, machine: Machine) -> HostP
     disk = max(nvme_states(run, footprint.ranks[stage]) for stage in stages)
     host = machine.host
     used = {kind: ranks * size for kind, size in kinds.items() if size}
-    return HostPlan(used, ranks * disk, host.memory_bytes, host.disk_bytes)
+    return HostPlan(used, ranks * disk, host.memory_bytes, host.disk_bytes, kept_bytes(run, footprint))
+
+
+def kept_bytes(run: ResolvedRun, footprint: Footprint) -> float:
+    """Bytes of the checkpoints that a run keeps, and of the one that is being written, without the moving average."""
+    section, stage_ranks = run.config.run, run.topology.world_size // run.topology.pp
+    lasting = 0 if section.keep_every is None else run.steps // section.keep_every
+    kept = min(section.keep_checkpoints, run.steps) + 1 + lasting
+    return kept * stage_ranks * sum(checkpoint_bytes(run, rank) for rank in footprint.ranks)
 
 
 def checkpoint_bytes(run: ResolvedRun, rank: RankModel) -> float:

@@ -15,6 +15,11 @@ from pipeline.runtime.machines.machine import Machine
 FORMULA_ERROR = 0.05
 """Relative error of the formulas against a step on fake tensors (tests/plan/fake_gpu/test_traffic_and_memory.py)."""
 
+RESERVE = {False: (0.0, 0.05, 0.1), True: (0.13, 0.2, 0.26)}
+"""Memory that torch's allocator reserves beyond the tensors, over the tensors: low, typical, high; True with tensor or
+pipeline parallelism. From half of torchtitan's published peaks, which are reserved memory (docs/reference/planner.md).
+The allocator frees what it does not use before it fails: only the upper end of the peak includes the reserve."""
+
 LABELS = {"buffers": "communication buffers"}
 """Kind -> its label, where the label is another word."""
 
@@ -32,6 +37,7 @@ class MemoryPlan:
         device: bytes of a device's memory.
         node: memory and disk that the ranks of a node need on its host.
         host: bytes of host memory that the rank needs for offload, else 0. On a CPU, `phases` counts them too.
+        reserved: bytes that torch's allocator reserves on a GPU (`max_memory_reserved`): tensors and `RESERVE`.
     """
 
     pp_rank: int
@@ -41,6 +47,7 @@ class MemoryPlan:
     device: float
     node: HostPlan
     host: float = 0.0
+    reserved: Interval | None = None
 
     @property
     def fits(self) -> bool:
@@ -75,7 +82,15 @@ def memory_plan(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Memory
     shown = {name: _kinds(each, run, machine) for name, each in by_rank[worst].items()}
     phase = max(shown, key=lambda name: sum(shown[name].values()))
     host, node = host_memory(run, footprint, pp_rank=worst), host_plan(run, footprint, machine)
-    return MemoryPlan(worst, shown, _peak(by_rank[worst][phase], run, machine), phase, machine.memory.bytes, node, host)
+    most = by_rank[worst][phase]
+    peak, reserved = _peak(most, run, machine), reserved_by(run, most.total) if machine.gpu else None
+    return MemoryPlan(worst, shown, peak, phase, machine.memory.bytes, node, host, reserved)
+
+
+def reserved_by(run: ResolvedRun, tensors: float) -> Interval:
+    """Bytes that torch's allocator reserves for a peak of `tensors` bytes, with the formulas' error at both ends."""
+    low, typical, high = RESERVE[run.topology.tp * run.topology.pp > 1]
+    return Interval.of(*((1 + each) * tensors for each in (low - FORMULA_ERROR, typical, high + FORMULA_ERROR)))
 
 
 def host_fits(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> bool:
@@ -102,7 +117,11 @@ def _kinds(each: Bytes, run: ResolvedRun, machine: Machine) -> dict[str, float]:
 
 def _peak(each: Bytes, run: ResolvedRun, machine: Machine) -> Interval:
     low, typical, high = (_with_overhead(each, run, machine, end=end) for end in range(3))
-    return Interval(low - FORMULA_ERROR * each.total, typical, high + FORMULA_ERROR * each.total)
+    most = high + FORMULA_ERROR * each.total
+    if machine.gpu:
+        rest = machine.overhead.bytes[2] + _communicators(run, machine, end=2)
+        most = max(most, reserved_by(run, each.total).high + rest)
+    return Interval(low - FORMULA_ERROR * each.total, typical, most)
 
 
 def _with_overhead(each: Bytes, run: ResolvedRun, machine: Machine, *, end: int) -> float:

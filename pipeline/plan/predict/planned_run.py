@@ -26,7 +26,9 @@ from pipeline.models.attention import attention_of
 from pipeline.models.construction.meta import build_meta
 from pipeline.models.hf_config import resolve_hf_config
 from pipeline.plan.imbalance import with_imbalance
+from pipeline.plan.predict.host_plan import host_plan
 from pipeline.plan.predict.model_costs import ModelCosts
+from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.runtime.machines.known import load_machine, machine_of_device
 from pipeline.runtime.machines.machine import Machine
 from pipeline.runtime.machines.ranks import with_ranks
@@ -126,6 +128,13 @@ def planned_run(run: ResolvedRun, machine: Machine, *, vocabulary: int, notes: S
     if not machine.gpu and config.compile.enabled is None:  # as a run does
         run = replace(run, config=changed(config, {"compile.enabled": False}))
     costs = ModelCosts.of(model, sequence_length=config.data.sequence_length)
+    node = host_plan(run, costs.shares(run).footprint, machine)
+    if node.crowded:
+        notes = [
+            *notes,
+            f"The checkpoints that run.dir keeps take {shown_bytes(node.checkpoints)}, and a node's local disks have"
+            f" {shown_bytes(node.disk_bytes or 0)}: other storage, or a smaller run.keep_checkpoints.",
+        ]
     return PlannedRun(run, costs, machine, vocabulary, tuple(notes))
 
 

@@ -39,7 +39,7 @@ class Rates:
         topology: links between devices.
         host: link to the host's memory.
         storage: bytes/s that a node writes to storage.
-        disk: bytes/s that a node reads or writes on its local disks.
+        disk_read, disk_write: bytes/s that a node reads from its local disks, and writes to them.
         overlap: share of communication that can run beside kernels (see `machine.OVERLAP`).
         layer_overlap: share of the communication within layers (tensor and context parallelism) that runs beside
             products; 0 for this project's engines.
@@ -60,7 +60,8 @@ class Rates:
     topology: LinkTopology
     host: Link
     storage: float
-    disk: float
+    disk_read: float
+    disk_write: float
     overlap: float
     layer_overlap: float = 0.0
     experts: float = 1.0
@@ -95,7 +96,7 @@ def rates_of(
     efficiency, links, measured = machine.efficiency, machine.links, machine.measured
     unquantized = "bf16" if dtype == "fp8" else dtype
     attention = machine.attention_rate(unquantized) if measured is None else measured.attention_flops_per_s
-    share = efficiency.links[end]
+    share, host, bridge = efficiency.links[end], machine.host, links.bridge
     return Rates(
         products=_products(machine, dtype, end, product),
         head=_products(machine, unquantized, end, product),
@@ -107,10 +108,13 @@ def rates_of(
             _link(links.between, share),
             {kind: _link(each, share) for kind, each in links.operations.items()},
             links.within_links,
+            0 if bridge is None else bridge.devices,
+            0.0 if bridge is None else bridge.between_bytes_per_s * share,
         ),
         host=_link(links.host, share),
         storage=machine.storage_bytes_per_s[end],
-        disk=machine.host.disk_bytes_per_s[end],
+        disk_read=host.disk_bytes_per_s[end],
+        disk_write=(host.disk_write_bytes_per_s or host.disk_bytes_per_s)[end],
         overlap=efficiency.overlap[end] if hidden else 0.0,
         layer_overlap=efficiency.layer_overlap[end],
         experts=efficiency.experts[end],

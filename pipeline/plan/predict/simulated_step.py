@@ -83,7 +83,7 @@ class SimulatedStep:
         size = transfer.bytes / transfer.count
         if transfer.kind == "send":
             return transfer.count * send_s(rates.topology, size=size, same_node=nodes == 1)
-        group = RankGroup(len(transfer.ranks), nodes)
+        group = RankGroup(len(transfer.ranks), nodes, transfer.ranks[1] - transfer.ranks[0])
         return transfer.count * min(
             collective_s(transfer.kind, algorithm, group, rates.topology, size=size)
             for algorithm in algorithms(transfer.kind, gpu=rates.gpu)

@@ -136,7 +136,8 @@ def _offload(run: ResolvedRun, work: Work, rates: Rates) -> float:
     ranks = min(run.topology.world_size, rates.topology.devices_per_node)
     states = nvme_states(run, rank)
     weights = mine * size if section.offload_param.device == "nvme" else 0.0
-    return seconds + ranks * (2 * states + (2 * run.batch.accumulation - 1) * weights) / rates.disk
+    read = states + (2 * run.batch.accumulation - 1) * weights
+    return seconds + ranks * (read / rates.disk_read + states / rates.disk_write)
 
 
 def _accumulated(run: ResolvedRun, parameters: float, mine: float, size: float) -> float:

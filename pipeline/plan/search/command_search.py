@@ -20,6 +20,7 @@ from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import make_plan
 from pipeline.plan.predict.planned_run import PlannedRun
 from pipeline.plan.search.fewest_nodes import fewest_nodes
+from pipeline.plan.search.margin_cost import margin_cost
 from pipeline.plan.search.search import Candidate, Search, allowed, search, simulated
 from pipeline.plan.search.search_page import Table, page
 from pipeline.plan.search.verify import Verified, verify, winner_of, write_config
@@ -156,6 +157,7 @@ def _facts(
         ),
         ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
         ("memory", f"{arguments.memory_margin:.0%} of a device stays free (--memory-margin)"),
+        *margin_cost(planned, found, winner.candidate, margin=arguments.memory_margin),
         ("config", path),
     ]
     if arguments.price is not None:

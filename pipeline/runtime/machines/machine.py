@@ -84,6 +84,14 @@ class LinkSection(Section):
     latency_s: PositiveFloat = Field(description="Seconds of an operation that sends no data, e.g. 3e-6")
 
 
+class BridgeSection(Section):
+    """The host bridge of PCIe cards: what the cards of a CPU socket send to one another, one direction."""
+
+    devices: Count = Field(description="Number of devices on a bridge, e.g. those of a socket")
+    bytes_per_s: _Rate = Field(description="Bytes per second of these devices together")
+    between_bytes_per_s: _Rate = Field(description="Bytes per second from one bridge (socket) to the next")
+
+
 class LinksSection(Section):
     """Connections of a device."""
 
@@ -94,6 +102,9 @@ class LinksSection(Section):
         1,
         description="Number of links that `within` adds up, if each device has one to every other device of its node:"
         " in a group of g devices each uses g - 1; 1 if a switch gives every pair all of `within`",
+    )
+    bridge: BridgeSection | None = Field(
+        None, description="Host bridge that devices of a node share; null: a link of its own for every device"
     )
     operations: dict[Operation, LinkSection] = Field(
         {}, description="Link within a node for one kind of collective; the others use `within`"
@@ -184,7 +195,10 @@ class HostSection(Section):
         description="Capacity of a node's local NVMe disks, e.g. 30e12; null: not known, and plans do not check it",
     )
     disk_bytes_per_s: Range = Field(
-        (3e9, 8e9, 25e9), description="Bytes per second that a node reads or writes on its local NVMe disks; assumed"
+        (3e9, 8e9, 25e9), description="Bytes per second that a node reads from its local NVMe disks; assumed"
+    )
+    disk_write_bytes_per_s: Range | None = Field(
+        None, description="Bytes per second that a node writes to these disks; null: as it reads"
     )
 
 
