@@ -150,11 +150,12 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
             return str(value)
         key = next((name for name, each in _leaves(given) if each is value), "config")
         if callable(value):
-            name, where = spelled(value), "move it into a file, e.g. my_parts.py, and write"
-            remedy = f'write "{name}"' if name else f'{where} "my_parts:{getattr(value, "__name__", "loss")}"'
+            name = spelled(value) or f"my_parts:{getattr(value, '__name__', 'loss')}".replace("<lambda>", "loss")
+            text = json.dumps({"function": name} if key == "loss" else name)  # the section `loss` has other keys, too
+            remedy = f"write {text}" if spelled(value) else f"move it into a file, e.g. my_parts.py, and write {text}"
             why = "ranks are other processes, which import a function by its module and name"
-            raise ConfigError(key, value, why=why, remedy=remedy.replace("<lambda>", "loss"))
-        why = f"a {type(value).__name__} cannot be written as JSON"
+            raise ConfigError(key, value, why=why, remedy=remedy)
+        why = f"an object of type {type(value).__name__} cannot be written as JSON"
         raise ConfigError(key, value, why=why, remedy="give a number, a string, true, false, null, a list or an object")
 
     copied: dict[str, Any] = json.loads(json.dumps(given, default=convert))

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import ConfigError
-from pipeline.config.foreign_names import same_key
+from pipeline.config.foreign_names import find_name, same_key
 from pipeline.config.sections.run import Config
 
 _FEW = 10
+_REASONS = 3
+"""Most reasons in a message why keys of another tool have no counterpart here."""
 BASE = "ds_configs/zero3.json"
 """The shipped config on which a remedy builds."""
 _CARRIED = (
@@ -84,6 +86,8 @@ def refuse_foreign(raw: Mapping[str, Any], path: str) -> None:
         return
     marks = max((each for each in tool.marks if each <= keys), key=len)
     why = f"it is a config of {tool.name} (it has {', '.join(sorted(marks))}), not of a run here"
+    absent = {found.no.partition(";")[0] for key, value in _leaves(raw) if value and (found := find_name(key))}
+    why += "".join(f"; {reason}" for reason in sorted(absent - {""})[:_REASONS])
     raise ConfigError("--config", path, why=why, remedy=tool.instead or _conversion_remedy(raw))
 
 

@@ -184,6 +184,10 @@ def test_what_is_not_offered_is_said_with_the_reason_and_a_tool_that_has_it(tmp_
     refused = refusal(raw, tmp_path / "c.json")
     assert refused.why == "not offered: headrace trains all weights"
     assert "axolotl" in refused.remedy
+    (tmp_path / "a.yml").write_text(f"{FILES['axolotl'][1]}adapter: lora\nlora_r: 8\nload_in_8bit: false\n")
+    with pytest.raises(ConfigError) as foreign:
+        read_config(tmp_path / "a.yml")
+    assert foreign.value.why.endswith("not of a run here; headrace trains all weights")
 
 
 def test_every_name_leads_to_a_key_that_is_there_and_is_no_key_of_its_own() -> None:

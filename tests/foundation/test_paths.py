@@ -34,6 +34,7 @@ NO_PATHS = {
     "data.sources[].path",  # tokens are read from URLs
     "data.sources[].source",
     "data.sources[].name",
+    "sources[].reader",  # module:function
     "evaluation.tasks[].name",
     "run.dir",  # a run may be in an object store
     "tensorboard.job_name",

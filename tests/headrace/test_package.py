@@ -137,9 +137,11 @@ def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[
 def test_the_wheel_has_the_configs_the_job_scripts_and_the_demo(installed: Path) -> None:
     share = installed / "headrace" / "share"
     for folder in ("ds_configs", "slurm", "demo"):
-        here = sorted(path.name for path in (ROOT / folder).iterdir() if path.is_file())
-        assert sorted(path.name for path in (share / folder).iterdir()) == here
-        assert all((share / folder / name).read_bytes() == (ROOT / folder / name).read_bytes() for name in here)
+        packed, here = (
+            {path.relative_to(top): path.read_bytes() for path in top.rglob("*") if path.suffix not in ("", ".pyc")}
+            for top in (share / folder, ROOT / folder)
+        )
+        assert packed == here
     assert (installed / "pipeline/evaluation/report/page.css").is_file()
     assert (installed / "pipeline/config/foreign_names.json").is_file()
     assert (installed / "pipeline/plan/fake_gpu/cuda_guard.cpp").is_file()

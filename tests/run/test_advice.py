@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from pipeline.run.before.memory_summary import shown_bytes
 from pipeline.run.out_of_memory import memory_of, own_peak
 from pipeline.run.prepare import prepare
 from pipeline.runtime.metrics.stragglers import report_interval, report_seconds
-from tests.conftest import make_tokens, tiny_config
+from tests.conftest import launch, make_tokens, tiny_config, write_config
+from tests.data.test_staging import small_disk
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +184,16 @@ def test_a_derived_micro_batch_that_does_not_fit_is_named_with_the_largest_that_
     assert (fits or 0) <= memory_of(torch.device("cpu")) < (larger or 0)
 
 
-def test_checkpoints_that_do_not_fit_the_disk_are_named_with_both_sizes(tokens: Path, tmp_path: Path) -> None:
-    wide = {"hidden_size": 1 << 16, "intermediate_size": 1 << 23, "num_attention_heads": 512, "num_key_value_heads": 8}
-    model = {"config": {**tiny_config(tokens, tmp_path)["model"]["config"], **wide, "num_hidden_layers": 8}}
-    free = shutil.disk_usage(tmp_path).free
-    run = tiny_config(tokens, tmp_path / "run")["run"]
-    (line,) = (each for each in warnings(tokens, tmp_path, model=model) if each.startswith("checkpoints need "))
-    parameters = prepare(resolved(tokens, tmp_path, model=model)).size.parameters
-    assert 12 * parameters * 3 > free
-    assert f"({shown_bytes(12 * parameters)} each: run.keep_checkpoints 2, one while it is written)" in line
-    (line,) = (
-        each for each in warnings(tokens, tmp_path, model=model, run={**run, "keep_every": 5}) if "keep_every" in each
-    )
-    assert "4 by run.keep_every" in line
+def test_checkpoints_that_do_not_fit_the_disk_are_named_with_what_does(tokens: Path, tmp_path: Path) -> None:
+    size = prepare(resolved(tokens, tmp_path)).size.parameters * 12  # fp32 weights and two moments
+    run = {**tiny_config(tokens, tmp_path / "disk" / "run")["run"], "keep_checkpoints": 5, "checkpoint_every": 4}
+    with small_disk(tmp_path / "disk", kilobytes=4 * size // 1024 + 1024):
+        (line,) = warnings(tokens, tmp_path, run=run)
+        assert f"({shown_bytes(size)} each: run.keep_checkpoints 5, one while it is written)" in line
+        (remedy,) = re.findall(r"--set run.keep_checkpoints=(\d+), or set run.dir to a disk with", line)
+        assert warnings(tokens, tmp_path, run={**run, "keep_checkpoints": int(remedy)}) == []
+        config = write_config(tmp_path / "c.json", tiny_config(tokens, tmp_path, run=run))
+        launch("train.py", config, f"run.keep_checkpoints={remedy}")
+        (line,) = warnings(tokens, tmp_path, run={**run, "dir": str(tmp_path / "disk/other"), "keep_every": 5})
+        assert "4 by run.keep_every" in line
+        assert "--set" not in line

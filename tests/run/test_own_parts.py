@@ -188,6 +188,7 @@ def test_functions_are_spelled_as_other_processes_import_them(tmp_path: Path, mo
     ("overrides", "key", "words"),
     [
         ({"loss": {"function": json.loads}}, "loss.function", 'write "json:loads"'),
+        ({"loss": json.loads}, "loss", 'write {"function": "json:loads"}'),
         ({"callbacks": [lambda _context: None]}, "callbacks.0", 'write "my_parts:loss"'),
         ({"optimizer": {"params": {"lr": torch.tensor(0.1)}}}, "optimizer.params.lr", "a number"),
     ],

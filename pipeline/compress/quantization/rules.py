@@ -138,9 +138,10 @@ def work_path(output: Path) -> Path:
 
 def _plan_gguf(config: QuantizeConfig, source: ModelFolder) -> GgufPlan:
     for key in ("group_size", "skip", "dtype", "method", "smoothing", "rotation", "head", "untie"):
-        if key in config.model_fields_set:
+        if key in config.model_fields_set and getattr(config, key) is not None:
             why = f"{config.scheme} is a type of GGUF files, which says how every tensor is stored"
-            raise ConfigError(key, getattr(config, key), why=why, remedy="leave it out, or use scheme W4A16")
+            null = f" (--set {key}=null)" if type(config).model_fields[key].default is None else ""
+            raise ConfigError(key, getattr(config, key), why=why, remedy=f"leave it out{null}, or use scheme W4A16")
     plan = plan_file(source, config.scheme)
     if config.imatrix:
         check_imatrix(config)

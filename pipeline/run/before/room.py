@@ -20,6 +20,8 @@ from pipeline.run.prepare import PreparedRun
 
 _EMA_BYTES = 4
 """Bytes per parameter of the moving average of the weights."""
+_BESIDES = 2**20
+"""Bytes for the journal, the tokenizer, and what shards have besides tensors: 0.1 MB each of the smallest model."""
 
 
 def room_warnings(prepared: PreparedRun) -> Iterator[str]:
@@ -52,16 +54,19 @@ def _disk(prepared: PreparedRun) -> Iterator[str]:
     run, section = prepared.run, prepared.run.config.run
     place = existing_parent(section.local_dir)
     with suppress(OSError):
-        each, free = _checkpoint_bytes(prepared), shutil.disk_usage(place).free
-        kept = min(section.keep_checkpoints, run.steps) + 1  # an old one is deleted when the new one is whole
-        there = len(finished_checkpoints(section.local_dir))
+        each = _checkpoint_bytes(prepared)
+        free = max(0, shutil.disk_usage(place).free - _BESIDES)
+        kept = min(section.keep_checkpoints, run.steps)
         lasting = 0 if section.keep_every is None else run.steps // section.keep_every
-        if (needed := each * max(1, kept + lasting - there)) > free:
+        others = 1 + lasting - len(finished_checkpoints(section.local_dir))  # an old one goes when the new one is whole
+        if (needed := each * max(1, kept + others)) > free:
+            fewer, elsewhere = int(free // each) - others, f"set run.dir to a disk with {shown_bytes(needed)}"
             yield (
                 f"checkpoints need {shown_bytes(needed)} more in run.dir ({shown_bytes(each)} each:"
                 f" run.keep_checkpoints {section.keep_checkpoints}, one while it is written"
                 + (f", {lasting} by run.keep_every" if lasting else "")
-                + f"), and its disk has {shown_bytes(free)} free: keep fewer, or set run.dir to a larger disk"
+                + f"), and its disk has {shown_bytes(free)} free: "
+                + (f"--set run.keep_checkpoints={fewer}, or {elsewhere}" if 1 <= fewer < kept else elsewhere)
             )
 
 

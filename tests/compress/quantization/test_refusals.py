@@ -41,6 +41,12 @@ def test_a_refusal_imports_no_torch_and_writes_nothing(model: Path, tokens: Path
     assert [p.name for p in tmp_path.iterdir()] == ["quantize.json"]
 
 
+def test_a_dtype_is_left_out_for_gguf_as_the_refusal_says(model: Path, tokens: Path, tmp_path: Path) -> None:
+    assert "try: leave it out (--set dtype=null)" in refusal(tmp_path, model, tokens, scheme="Q8_0", dtype="bfloat16")
+    raw = json.loads(write_config(tmp_path, model, tokens, scheme="Q8_0", dtype="bfloat16").read_text())
+    prepare(parse(QuantizeConfig, {**raw, "dtype": None}))
+
+
 def test_a_misspelled_key_is_refused_with_the_right_one(model: Path, tokens: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, tokens)
     said = refusal_of(warm.run(ENTRY, "--config", config, "--set", "group_sise=32"))
