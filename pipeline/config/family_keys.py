@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class FamilyKeys:
     aliases: Mapping[str, str]
     modeling: Path
 
-    @property
+    @cached_property
     def optional(self) -> frozenset[str]:
         """Keys that the class does not have, but layers read where they are given, e.g. `head_dim` in Qwen3-MoE."""
         found = self.modeling.is_file()

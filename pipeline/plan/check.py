@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from foundation.cli import add_config_arguments
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " formulas: takes seconds to minutes, and a C++ compiler",
     )
     text = "print only the step of the run's newest checkpoint (0 without any) and its directory, for job scripts"
+    verbose = f"print every line, in the place of the answer in {MOST_LINES} lines"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON, with the resolved config")
     parser.add_argument("--progress", action="store_true", help=text)
 
@@ -72,10 +75,44 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**as_json(entries), "config": config.model_dump(mode="json")}, indent=2))
         return 0
-    for entry in entries:
-        label = "warning" if entry.label == "warnings" else entry.label
-        print(f"{label:>14}  {entry.text}")
+    for line in (_line(entry) for entry in entries) if arguments.verbose else answer_lines(entries):
+        print(line)
     return 0
+
+
+MOST_LINES = 20
+"""Most lines of an answer."""
+_WIDTH = 120
+"""Most characters of a line that is no warning."""
+_FIRST = ("layout", "batch", "length", "model", "memory", "memory fit", "start", "data")
+_UNUSUAL = ("auto", "ignored", "note", "differs", "warnings")
+_DETAILS = ("processes", "compile", "checkpointing", "samples", "tokenizer", "training state", "held-out", "stragglers")
+
+
+def answer_lines(entries: Sequence[Entry]) -> list[str]:
+    """The summary in at most `MOST_LINES` lines: what would run, its memory, then whole warnings; the rest is counted.
+
+    Args:
+        entries: entries of `summary`.
+    """
+
+    def place(entry: Entry) -> int:
+        return _FIRST.index(entry.label) if entry.label in _FIRST else len(_FIRST)
+
+    unusual = [each for each in entries if each.label in _UNUSUAL][: MOST_LINES - len(_FIRST) - 1]
+    usual = [each for each in entries if each.label not in (*_UNUSUAL, *_DETAILS)]
+    usual = sorted(usual, key=place)[: MOST_LINES - 1 - len(unusual)]
+    lines = [_line(each, most=_WIDTH) for each in usual]
+    left = [each for each in entries if each not in usual and each not in unusual]
+    warned = sum(each.label in _UNUSUAL for each in left)
+    more = f"{len(left)} more lines{f', {warned} of them warnings' if warned else ''}; --json: all values"
+    return [*lines, *map(_line, unusual), f"{'--verbose':>14}  {more}"]
+
+
+def _line(entry: Entry, *, most: int | None = None) -> str:
+    label = "warning" if entry.label == "warnings" else entry.label
+    text = entry.text if most is None else shorten(entry.text, most - 16, placeholder=" ...")
+    return f"{label:>14}  {text}"
 
 
 def summary(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Entry]:

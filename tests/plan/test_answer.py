@@ -7,11 +7,13 @@ from functools import cache
 
 import pytest
 
+from pipeline.plan import check
 from pipeline.plan.answer import MOST_LINES, NEAR_TIE, Answer, fits_text
 from pipeline.plan.predict.interval import Interval
 from pipeline.plan.predict.planned_run import open_run
 from pipeline.plan.search.changes import Change
 from pipeline.plan.show import Report, answer, as_json, report_of
+from pipeline.run.before.summary import Entry
 from pipeline.runtime.machines.known import load_machine
 from tests.conftest import ROOT
 
@@ -64,3 +66,25 @@ def test_many_notes_are_cut_and_counted() -> None:
     assert len(many.lines()) <= MOST_LINES
     assert max(map(len, many.lines()[8:])) < 180
     assert "6 more notes" in many.lines()[-1]
+
+
+def _entries(*labels: str) -> list[Entry]:
+    return [Entry(label, f"{label} {number} " + "word " * 60, number) for number, label in enumerate(labels)]
+
+
+def test_the_answer_of_a_check_begins_with_what_would_run_and_has_whole_warnings() -> None:
+    entries = _entries("differs", "tokenizer", "learning rate", "layout", "memory", "memory fit", "warnings")
+    found = check.answer_lines(entries)
+    labels = [line[:14].strip() for line in found]
+    assert labels == ["layout", "memory", "memory fit", "learning rate", "differs", "warning", "--verbose"]
+    assert max(map(len, found[:4])) <= 120
+    assert found[5].endswith(entries[-1].text)
+    assert found[-1].split("  ")[-1].startswith("1 more lines")
+
+
+def test_the_answer_of_a_check_has_at_most_twenty_lines_and_counts_warnings_that_it_leaves_out() -> None:
+    found = check.answer_lines(_entries("layout", "memory", "memory fit", *["data"] * 9, *["warnings"] * 15))
+    assert len(found) == check.MOST_LINES
+    assert sum(line.startswith("       warning") for line in found) == 11
+    assert "4 of them warnings" in found[-1]
+    assert "memory fit" in "".join(found)

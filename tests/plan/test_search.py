@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ from pipeline.plan.predict.planned_run import PlannedRun, open_run
 from pipeline.plan.predict.simulated_step import SIMULATED
 from pipeline.plan.search.command_search import search_command
 from pipeline.plan.search.layouts import layouts
-from pipeline.plan.search.search import Search, allowed, search
+from pipeline.plan.search.search import Search, allowed, evaluate, search
 from pipeline.plan.search.search_page import Table, page
 from pipeline.plan.search.verify import Verified, winner_of, write_config
 from pipeline.runtime.machines.known import load_machine
@@ -201,3 +203,47 @@ def test_a_model_for_which_nothing_fits_is_refused_with_the_number_of_nodes() ->
     with pytest.raises(ConfigError) as caught:
         search_command(planned, options(), ())
     assert "--nodes" in caught.value.remedy
+
+
+def test_ctrl_c_ends_a_search_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, whole = searched()
+    first = list(itertools.islice(layouts(planned.run, planned.machine), 60))
+
+    def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
+        yield from first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.plan.search.search.layouts", interrupted)
+    monkeypatch.setattr("pipeline.plan.search.search._FIRST_S", 0.0)
+    reports: list[int] = []
+    found = search(planned.run, planned.costs, planned.machine, on_progress=lambda count, _best: reports.append(count))
+    assert whole.whole
+    assert not found.whole
+    assert found.looked_at + found.refused + found.larger == len(first)
+    assert reports == [1]
+    assert found.fitting()
+
+
+def test_layouts_that_are_not_computed_fit_no_better() -> None:
+    """Every layout that the bounds leave out is computed here; none of those fits."""
+    planned = open_run(CONFIG, (), load_machine("rtx4090"), nodes=None, processes=8)
+    memory = planned.machine.memory.model_copy(update={"bytes": 1.6e9})
+    small = planned.machine.model_copy(update={"memory": memory})
+    found = search(planned.run, planned.costs, small)
+    all_of_them = [evaluate(planned.run, planned.costs, small, sets) for sets in layouts(planned.run, small)]
+    assert found.larger > 20
+    fitting = [each for each in all_of_them if each is not None and each.fits]
+    in_fp8 = sum("fp8.enabled" in each.sets for each in found.fitting())
+    assert len(fitting) == len(found.fitting()) - in_fp8
+
+
+@pytest.mark.parametrize(("slower", "wins"), [(1.12, "ep"), (1.2, "none")])
+def test_a_kind_with_published_runs_wins_within_the_error_of_plans(slower: float, wins: str) -> None:
+    _, found = searched()
+    torch_run = next(each for each in found.fitting() if each.run.config.engine == "torch")
+    candidates = {
+        name: replace(torch_run, run=replace(torch_run.run, topology=replace(torch_run.run.topology, ep=ep)), step_s=s)
+        for name, ep, s in (("none", 1, 1.0), ("ep", 2, slower))
+    }
+    winner = winner_of([Verified(each, None) for each in candidates.values()], memory=1e12, experts=True)
+    assert winner.candidate is candidates[wins]

@@ -281,7 +281,7 @@ class OptimizerSection(Section):
     @property
     def kind(self) -> OptimizerKind:
         """Properties of the optimizer, except its `step`."""
-        return kind_of(self.model_dump())
+        return kind_of({"type": self.type, "params": vars(self.params)})
 
     @property
     def has_adamw_rates(self) -> bool:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import ConfigError
+from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.engines.parallel.fp8 import torchao_note
+from pipeline.plan.answer import ERRORS, published
 from pipeline.plan.laws.law_warnings import warnings
 from pipeline.plan.laws.show_laws import training_of_plan
 from pipeline.plan.predict.memory_plan import with_margin
@@ -30,7 +32,7 @@ from pipeline.run.before.memory_summary import shown_bytes
 _SHOWN = 12
 _BUDGET_S = 60.0
 """CPU seconds for executing steps if `--verify` gives no number."""
-_HEAD = ("layout", "micro-batch", "checkpointing", "step, s", "tokens/s", "peak", "executed")
+_HEAD = ("layout", "micro-batch", "checkpointing", "step, s", "tokens/s", "peak", "executed", "to the first", "known")
 
 
 def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -42,35 +44,36 @@ def search_command(planned: PlannedRun, arguments: argparse.Namespace, overrides
     out = Path(arguments.out or "out/plan")
     planned = replace(planned, machine=with_margin(planned.machine, arguments.memory_margin))
     _check_out(out)
-    found = search(planned.run, planned.costs, planned.machine)
-    count = _SHOWN if arguments.verify is None else arguments.verify
+    found = search(planned.run, planned.costs, planned.machine, on_progress=_progress)
+    count = (_SHOWN if arguments.verify is None else arguments.verify) if found.whole else 0
     best = allowed(found.fitting(), planned.costs, count=max(_SHOWN, count))
     own = [each for each in best if "fp8.enabled" not in each.sets]
     if not own:  # all of the fastest layouts are in fp8
         own = allowed((each for each in found.fitting() if "fp8.enabled" not in each.sets), planned.costs, count=_SHOWN)
     if not own:
         raise _nothing_fits(planned, found)
-    own = simulated(own, planned.costs, planned.machine)
+    own = simulated([*own, *_first_known(found, own, planned)], planned.costs, planned.machine)
     if not arguments.json and count:
-        _print(Table(_HEAD, [_row(Verified(each, None), planned) for each in own[:_SHOWN]]), [])
-    verified = _verified(own, planned, arguments, overrides)
-    winner = winner_of(verified, memory=planned.machine.memory.bytes)
+        _print(_table([Verified(each, None) for each in own], planned), [])
+    verified = _verified(own, planned, arguments, overrides, count=count)
+    winner = winner_of(verified, memory=planned.machine.memory.bytes, experts=_experts(planned))
     if winner is None:
         why = "the executed steps of the best layouts need more than a device has, though the formulas say less"
         raise ConfigError("--search", why=why, remedy="--verify with a larger number, or more nodes")
     _make(out)
     path = out / f"{Path(arguments.config).stem}-best.json"
     write_config(winner.candidate, path, config=arguments.config, overrides=overrides)
-    table = Table(_HEAD, [_row(each, planned) for each in verified[:_SHOWN]])
+    table = _table(verified, planned)
     chosen = replace(planned, run=winner.candidate.run)
     training = training_of_plan(chosen)
     warned = [] if training is None else list(warnings(training))
-    facts = [*_facts(planned, found, winner, str(path), arguments), *(("warning", text) for text in warned)]
+    facts = [*_facts(planned, found, winner, str(path), arguments), *_ties(verified, planned)]
+    facts += [("warning", text) for text in warned]
     (out / "search.html").write_text(
         page(found, table, title=f"Layouts of {Path(arguments.config).name}", facts=facts), encoding="utf-8"
     )
     if arguments.json:
-        print(json.dumps({**_plain(found, verified, winner, str(path)), "warnings": warned}, indent=2))
+        print(json.dumps({**_plain(found, verified, winner, str(path), planned), "warnings": warned}, indent=2))
     else:
         _print(table, [*facts, ("page", str(out / "search.html"))])
     sys.stdout.flush()
@@ -98,9 +101,14 @@ def _make(out: Path) -> None:
 
 
 def _verified(
-    best: Sequence[Candidate], planned: PlannedRun, arguments: argparse.Namespace, overrides: Sequence[str]
+    best: Sequence[Candidate],
+    planned: PlannedRun,
+    arguments: argparse.Namespace,
+    overrides: Sequence[str],
+    *,
+    count: int,
 ) -> list[Verified]:
-    count = min(_SHOWN if arguments.verify is None else arguments.verify, len(best))
+    count = min(count, len(best))
     budget_s = _BUDGET_S if arguments.verify is None else math.inf
     within = f", within {budget_s:g} s of CPU" if arguments.verify is None else ""
 
@@ -128,6 +136,61 @@ def _nothing_fits(planned: PlannedRun, found: Search) -> ConfigError:
     return ConfigError("--search", why=why, remedy=remedy)
 
 
+def _progress(count: int, best: Candidate | None) -> None:
+    so_far = "none fits yet" if best is None else f"best so far {best.step_s:.3g} s a step, {best.run.layout}"
+    print(f"search: {count:,} layouts, {so_far} (Ctrl-C: print the best so far)", file=sys.stderr, flush=True)
+
+
+def _experts(planned: PlannedRun) -> bool:
+    return bool(planned.costs.widths.all_experts)
+
+
+def _first_known(found: Search, best: Sequence[Candidate], planned: PlannedRun) -> list[Candidate]:
+    """The fastest layout of a kind that was compared with published runs, if `best` has none."""
+    if any(published(each.run, experts=_experts(planned)) for each in best):
+        return []
+    known = (each for each in found.fitting() if published(each.run, experts=_experts(planned)))
+    return allowed((each for each in known if "fp8.enabled" not in each.sets), planned.costs, count=1)
+
+
+def _is_tie(each: Verified, first: float, planned: PlannedRun) -> bool:
+    """Whether the layout is slower than the first by no more than the median error of plans for this kind of model."""
+    return each.candidate.step_s / first - 1 <= ERRORS["experts" if _experts(planned) else "dense"]
+
+
+def _table(verified: Sequence[Verified], planned: PlannedRun) -> Table:
+    """The best layouts: ties of the fastest with published runs of their kind, then simpler ones, go first."""
+    first = min(each.candidate.step_s for each in verified)
+
+    def place(each: Verified) -> tuple[bool, bool, int, float]:
+        run, tie = each.candidate.run, _is_tie(each, first, planned)
+        unknown = not published(run, experts=_experts(planned))
+        return not tie, tie and unknown, _axes_of(run) if tie else 0, each.candidate.step_s
+
+    known = sorted(verified, key=lambda each: each.candidate.step_s)[:_SHOWN]
+    known += [each for each in verified if each not in known and published(each.candidate.run, experts=True)][:1]
+    rows = []
+    for each in sorted(known, key=place):
+        slower = f"{each.candidate.step_s / first - 1:+.1%}{', tie' if _is_tie(each, first, planned) else ''}"
+        like = published(each.candidate.run, experts=_experts(planned))
+        rows.append([*_row(each, planned), slower, "published runs" if like else "no published run"])
+    return Table(_HEAD, rows)
+
+
+def _axes_of(run: ResolvedRun) -> int:
+    """Number of parallel axes beside data parallelism."""
+    return sum(getattr(run.topology, axis) > 1 for axis in ("pp", "cp", "tp", "ep"))
+
+
+def _ties(verified: Sequence[Verified], planned: PlannedRun) -> list[tuple[str, str]]:
+    first = min(each.candidate.step_s for each in verified)
+    count = sum(_is_tie(each, first, planned) for each in verified)
+    kind = "experts" if _experts(planned) else "dense"
+    why = f"within {ERRORS[kind]:.0%}, the median error of plans of published runs ({kind})"
+    order = "those with published runs of their kind first, then those with fewer axes; --calibrate decides"
+    return [("ties", f"{count} layouts are {why}: {order}")] if count > 1 else []
+
+
 def _row(each: Verified, planned: PlannedRun) -> list[str]:
     run = each.candidate.run
     plan = make_plan(run, planned.costs, planned.machine)
@@ -153,7 +216,8 @@ def _facts(
         (
             "search",
             f"{found.looked_at:,} layouts in {found.seconds:.1f} s ({speed:,.0f} per second), {found.refused:,} refused"
-            f" by a rule; {len(found.fitting()):,} fit, {len(found.pareto())} on the Pareto front",
+            f" by a rule, {found.larger:,} larger than one that does not fit; {len(found.fitting()):,} fit,"
+            f" {len(found.pareto())} on the Pareto front{'' if found.whole else '; ended early by Ctrl-C'}",
         ),
         ("best", f"{winner.candidate.run.layout}: {winner.candidate.step_s:.3g} s per step{_unproven(winner)}"),
         ("memory", f"{arguments.memory_margin:.0%} of a device stays free (--memory-margin)"),
@@ -186,7 +250,11 @@ def _print(table: Table, facts: Sequence[tuple[str, str]]) -> None:
         print(f"{label:>14}  {text}")
 
 
-def _plain(found: Search, verified: Sequence[Verified], winner: Verified, path: str) -> dict[str, Any]:
+def _plain(
+    found: Search, verified: Sequence[Verified], winner: Verified, path: str, planned: PlannedRun
+) -> dict[str, Any]:
+    first = min(each.candidate.step_s for each in verified)
+
     def plain(each: Verified) -> dict[str, Any]:
         candidate = each.candidate
         return {
@@ -196,11 +264,15 @@ def _plain(found: Search, verified: Sequence[Verified], winner: Verified, path: 
             "peak": candidate.peak,
             "executed_peak": each.peak,
             "not_executed": each.why_not or None,
+            "tie": _is_tie(each, first, planned),
+            "published_runs": published(candidate.run, experts=_experts(planned)),
         }
 
     return {
         "looked_at": found.looked_at,
         "refused": found.refused,
+        "larger": found.larger,
+        "whole": found.whole,
         "seconds": found.seconds,
         "fitting": len(found.fitting()),
         "pareto": [{"step_s": each.step_s, "peak": each.peak, "sets": dict(each.sets)} for each in found.pareto()],

@@ -30,6 +30,8 @@ _OF_RANKS = ("stage_speeds", "stage_memory_gb")
 """Keys of `parallel` with a number for each pipeline rank: layouts are planned for equal devices."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MODES = ("full", "selective", "none")
+"""Activation checkpointing, in the order of the memory that it leaves to activations."""
 MOST_CP, MOST_PP, MOST_EP = 16, 16, 64
 _CHUNK = 2048
 """Fewest positions on a context-parallel rank: with fewer, its products are too small."""
@@ -49,6 +51,9 @@ def layouts(
 ) -> Iterator[ConfigTree]:
     """Settings of layouts for the processes of a run, as dotted keys with values.
 
+    Layouts that differ only in micro-batch and activation checkpointing follow each other, from the smallest
+    micro-batch on, and among equal ones in the order of `MODES`.
+
     Args:
         run: run whose model, batch and precision are kept.
         machine: machine of the nodes; tensor parallelism stays within a node.
@@ -64,7 +69,7 @@ def layouts(
         options = itertools.product(_options(run, machine, features, mesh), sizes)
         overlaps = partial(_overlaps, run, known=frozenset().union(*features))
         for (schedule, shard, offload), ep in options:
-            for micro, mode in itertools.product(_micro_batches(run, mesh), ("none", "selective", "full")):
+            for micro, mode in itertools.product(_micro_batches(run, mesh), MODES):
                 sets = {
                     "engine": engine,
                     "zero_optimization.stage": stage,

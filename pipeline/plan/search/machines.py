@@ -96,8 +96,12 @@ def compare(planned: PlannedRun, names: Sequence[str], question: Question) -> tu
         print(f"planning on {name} ...", file=sys.stderr, flush=True)
         try:
             offers.append(_offer(planned, name, question))
+            print(f"{name}: {_line(offers[-1])}", file=sys.stderr, flush=True)
         except ConfigError as error:
             without[name] = error.why
+        except KeyboardInterrupt:
+            without |= dict.fromkeys(names[len(offers) + len(without) :], "not planned: Ctrl-C")
+            break
     priced = all(each.price is not None for each in offers)
     return sorted(offers, key=lambda each: each.cost if priced else each.failures.gpu_hours.typical), without
 
@@ -105,6 +109,9 @@ def compare(planned: PlannedRun, names: Sequence[str], question: Question) -> tu
 def _offer(planned: PlannedRun, name: str, question: Question) -> Offer:
     machine = load_machine(name)
     check_fp8_machine(planned.run.config.fp8, planned.costs.model, machine)
+    power = 1 << (machine.devices_per_node.bit_length() - 1)
+    if planned.run.batch.samples % machine.devices_per_node:  # e.g. 64 of the 72 GPUs of an NVLink domain
+        machine = machine.model_copy(update={"devices_per_node": power})
     on_this = replace(planned, machine=with_margin(machine, question.margin))
     if question.nodes is not None:
         offer = _on(on_this, question.nodes, name, question)
@@ -226,6 +233,10 @@ def as_json(offers: Sequence[Offer], without: Mapping[str, str]) -> dict[str, An
         ],
         "without": dict(without),
     }
+
+
+def _line(each: Offer) -> str:
+    return f"{each.nodes} x {each.run.topology.world_size // each.nodes}, {each.failures.days.shown(days_text)}"
 
 
 def _row(each: Offer) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipeline.plan.predict.model_costs import ModelCosts
 from pipeline.plan.predict.plan import typical_time
 from pipeline.plan.predict.planned_run import check_fp8_machine
 from pipeline.plan.predict.simulated_step import SIMULATED
-from pipeline.plan.search.layouts import layouts
+from pipeline.plan.search.layouts import MODES, layouts
 from pipeline.runtime.machines.machine import Machine
 
 
@@ -54,14 +54,18 @@ class Search:
     Attributes:
         looked_at: number of layouts that were computed, i.e. that the rules allow.
         refused: number of layouts that a rule refuses.
+        larger: number of layouts that need more memory than a layout that does not fit, and were not computed.
         seconds: duration of the search in seconds.
         candidates: the layouts that were computed, the fastest first.
+        whole: whether all layouts were compared, and Ctrl-C did not end the search.
     """
 
     looked_at: int
     refused: int
+    larger: int
     seconds: float
     candidates: list[Candidate]
+    whole: bool = True
 
     def fitting(self) -> list[Candidate]:
         """The layouts that fit, the fastest first."""
@@ -76,18 +80,86 @@ class Search:
         return front
 
 
-def search(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> Search:
-    """Computes every layout of `layouts` that the rules allow."""
-    started = time.monotonic()
-    found, refused = [], 0
-    for sets in layouts(run, machine, experts=costs.widths.all_experts, fp8=_fp8(run, costs, machine)):
-        candidate = evaluate(run, costs, machine, sets)
+class _Bounds:
+    """Results of a smaller micro-batch of the same layout, which make other layouts need no computation.
+
+    A smaller micro-batch means more of them, so a layout whose pipeline or mesh a rule refuses with it is refused with
+    a larger one, too. Activation checkpointing is compared in the order of `MODES`. A single micro-batch has bounds of
+    its own, since it adds up no gradients.
+    """
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self._run = run
+        self._refused: set[tuple[object, ...]] = set()
+        self._too_large: dict[tuple[object, ...], int] = {}
+
+    def known(self, sets: ConfigTree) -> bool | None:
+        """Whether the layout is refused (True) or too large (False); None if it has to be computed."""
+        key, mode = self._key(sets)
+        if (*key, mode) in self._refused:
+            return True
+        return False if mode >= self._too_large.get(key, len(MODES)) else None
+
+    def add(self, sets: ConfigTree, candidate: Candidate | None) -> None:
+        """Remembers the result of a layout: None if a rule refuses it."""
+        key, mode = self._key(sets)
         if candidate is None:
-            refused += 1
-        else:
-            found.append(candidate)
+            self._refused.add((*key, mode))
+        elif not candidate.fits:
+            self._too_large[key] = min(mode, self._too_large.get(key, mode))
+
+    def _key(self, sets: ConfigTree) -> tuple[tuple[object, ...], int]:
+        rest = dict(sets)
+        mode, micro = (rest.pop(each) for each in ("memory.activation_checkpointing", "train_micro_batch_size_per_gpu"))
+        model_ranks = math.prod(sets[f"parallel.{axis}"] for axis in ("pp", "tp", "cp"))
+        single = micro * self._run.topology.world_size == self._run.batch.samples * model_ranks
+        return (*rest.values(), *(("single",) if single else ())), MODES.index(mode)
+
+
+def search(
+    run: ResolvedRun,
+    costs: ModelCosts,
+    machine: Machine,
+    *,
+    on_progress: Callable[[int, Candidate | None], None] = lambda _count, _best: None,
+) -> Search:
+    """Compares the layouts of `layouts` that the rules allow; Ctrl-C ends the comparison early.
+
+    Args:
+        run: run whose model, batch and precision are kept.
+        costs: sizes and FLOPs of its model.
+        machine: machine of the nodes.
+        on_progress: function that gets the number of layouts so far and the fastest one that fits, after 5
+            seconds and then every 20.
+    """
+    started = time.monotonic()
+    next_report = started + _FIRST_S
+    found, bounds, skipped, whole = list[Candidate](), _Bounds(run), [0, 0], True
+    try:
+        for sets in layouts(run, machine, experts=costs.widths.all_experts, fp8=_fp8(run, costs, machine)):
+            known = bounds.known(sets)
+            if known is None:
+                candidate = evaluate(run, costs, machine, sets)
+                bounds.add(sets, candidate)
+                if candidate is None:
+                    known = True
+                else:
+                    found.append(candidate)
+            if known is not None:
+                skipped[known] += 1
+            if time.monotonic() > next_report:
+                next_report = time.monotonic() + _EVERY_S
+                fastest = min(found, key=lambda each: each.step_s, default=None)
+                on_progress(len(found) + sum(skipped), fastest if fastest is not None and fastest.fits else None)
+    except KeyboardInterrupt:
+        whole = False
     found.sort(key=lambda each: (each.step_s, len(each.sets), each.peak))
-    return Search(len(found), refused, time.monotonic() - started, found)
+    larger, refused = skipped
+    return Search(len(found), refused, larger, time.monotonic() - started, found, whole)
+
+
+_FIRST_S, _EVERY_S = 5.0, 20.0
+"""Seconds until the first report of progress, and between later ones."""
 
 
 def _fp8(run: ResolvedRun, costs: ModelCosts, machine: Machine) -> ConfigTree | None:

@@ -16,6 +16,7 @@ from foundation.configfile import ConfigTree, overridden, set_value
 from foundation.shipped import find_shipped
 from pipeline.config.load import as_overrides
 from pipeline.engines.sizes.memory import peak_memory
+from pipeline.plan.answer import ERRORS, published
 from pipeline.plan.fake_gpu.case import StepCase, case_process
 from pipeline.plan.predict.memory_plan import memory_plan
 from pipeline.plan.predict.planned_run import PlannedRun
@@ -122,8 +123,11 @@ def _verified(candidate: Candidate, result: dict[str, object], rank: int, planne
     return Verified(candidate, candidate.peak - formula + report["peak"])
 
 
-def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None:
+def winner_of(verified: Sequence[Verified], *, memory: float, experts: bool = False) -> Verified | None:
     """The layout with the fewest changed settings among those that fit and are within 1 % of the fastest.
+
+    A layout whose kind was compared with published runs goes before one whose kind was not, if it takes at most
+    the plans' error longer.
 
     Layouts in another precision than the config's are not considered: their loss curve differs. Among layouts with
     equally few changes, the one with the smallest peak wins.
@@ -131,6 +135,9 @@ def winner_of(verified: Sequence[Verified], *, memory: float) -> Verified | None
     fitting = [each for each in verified if each.fits(memory) and "fp8.enabled" not in each.candidate.sets]
     if not fitting:
         return None
+    near = (1 + ERRORS["experts" if experts else "dense"]) * min(each.candidate.step_s for each in fitting)
+    known = [each for each in fitting if published(each.candidate.run, experts=experts)]
+    fitting = [each for each in known if each.candidate.step_s <= near] or fitting
     fastest = min(each.candidate.step_s for each in fitting)
     equal = [each for each in fitting if each.candidate.step_s <= _AS_FAST * fastest]
     return min(equal, key=lambda each: (_changes(each.candidate), each.candidate.peak))
