@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -34,7 +35,7 @@ CONFIG = {"model": {"config": {"hidden_size": 48}}, "run": {"dir": "runs/a", "st
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real MLflow tracking server, with a database and artifacts of its own."""
     if find_spec("mlflow") is None or find_spec("sqlalchemy") is None or find_spec("uvicorn") is None:
-        pytest.skip("MLflow's server is not installed: pip install mlflow")
+        pytest.skip("MLflow's server is not installed: pip install mlflow-skinny sqlalchemy alembic")
     work = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -42,7 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{work}/m.db", "--artifacts-destination", str(work / "artifacts")]
     with (work / "log").open("w") as log:
-        process = subprocess.Popen([*command, *store], cwd=work, stdout=log, stderr=log, start_new_session=True)
+        given: dict[str, Any] = {"env": os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, "cwd": work}
+        process = subprocess.Popen([*command, *store], stdout=log, stderr=log, start_new_session=True, **given)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
