@@ -1,6 +1,6 @@
 """MLflow sink, when the config enables it: an MLflow run through MLflow's own client.
 
-A run begins with its config as parameters and as the artifact `config.json`. Rows become metrics under grouped names
+A run begins with its config as parameters and as a JSON artifact. Rows become metrics under grouped names
 (`tags.py`). At the end the manifest of the run's directory is an artifact, and the MLflow run is FINISHED, KILLED
 (asked to stop: the next start goes on) or FAILED. A resumed run continues the same MLflow run by its id, which is in
 the run's directory. MLflow keeps what was logged: steps that a resume or a rollback repeats have two values there.
