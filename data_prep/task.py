@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import xxhash
 
@@ -142,14 +142,19 @@ def _json_checksum(value: Mapping[str, Any]) -> str:
 
 
 class DirectoryTask:
-    """Base class of tasks whose result is a directory. Subclasses are frozen dataclasses that define `_work`."""
+    """Base class of tasks whose result is a directory. Subclasses are frozen dataclasses that define `_work`.
 
+    Attributes:
+        kind: what the task is, for its name; the directory tells it from others of its kind.
+    """
+
+    kind: ClassVar[str]
     directory: Path
 
     @property
     def name(self) -> str:
         """Implements `Task.name`."""
-        raise NotImplementedError
+        return f"{self.kind} {self.directory.name}"
 
     @property
     def finished(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -76,6 +76,16 @@ def load_function(name: str, *, field: str) -> UserFunction:
         why = f"{path or module_name} has no function {function}"
         raise ConfigError(field, name, why=why, remedy=f"name one of its own: {', '.join(own) or 'it has none'}")
     return UserFunction(name, call, Path(path))
+
+
+def modules_here(config: Any) -> set[Path]:
+    """Returns the files or package folders in the working directory whose functions a config's values name."""
+    if isinstance(config, str):
+        top = Path.cwd() / re.split("[.:]", config)[0]
+        found = {top, top.with_suffix(".py")} if _SPELLING.fullmatch(config) else set()
+        return {path for path in found if path.exists()}
+    values = config.values() if isinstance(config, Mapping) else config if isinstance(config, list | tuple) else ()
+    return {path for value in values for path in modules_here(value)}
 
 
 def spelled(function: Callable[..., Any]) -> str | None:

@@ -24,14 +24,7 @@ PLAIN = 16
 _KNOWN = 128
 
 # spaCy joins a run of STROKEs into one token, and splits runs of other punctuation
-_SPECIAL = {
-    "'": APOSTROPHE,
-    "’": APOSTROPHE,
-    "@": APOSTROPHE,
-    ".": DOT,
-    ",": COMMA,
-    **dict.fromkeys("-~|/\\^", STROKE),
-}
+_SPECIAL = {"'": APOSTROPHE, "’": APOSTROPHE, "@": APOSTROPHE, ".": DOT, ",": COMMA, **dict.fromkeys("-~|/\\^", STROKE)}
 
 # cache; 0 for unseen characters: computing all classes takes a second
 _KINDS: Kinds = np.zeros(0x110000, np.uint8)

@@ -13,10 +13,7 @@ from foundation.section import suggest
 from foundation.user_function import load_function
 
 _RANDOM = "it draws at random, so the output would depend on the order of the documents"
-_UNSUPPORTED = {
-    "SamplerFilter": _RANDOM,
-    "LambdaFilter": "its rule is Python code, which a config cannot hold",
-}
+_UNSUPPORTED = {"SamplerFilter": _RANDOM, "LambdaFilter": "its rule is Python code, which a config cannot hold"}
 
 
 class Datatrove:

@@ -43,16 +43,12 @@ class ComponentsTask(DirectoryTask):
         section: rules for near duplicates; None: documents connected by pairs are duplicates.
     """
 
+    name = "dedup components"
     exact: tuple[Path, ...]
     near: tuple[Path, ...]
     runs: Sequence[Path]
     directory: Path
     section: NearSection | None = None
-
-    @property
-    def name(self) -> str:
-        """Implements `Task.name`."""
-        return "dedup components"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         numbers, reasons, clusters = self._find_duplicates(scratch)

@@ -62,15 +62,11 @@ class PairsTask(DirectoryTask):
     Memory: a range of all tables (see `table.MEMORY`), and one table's slice of it.
     """
 
+    kind = "dedup task"
     tables: Tables
     row: int
     within: HashRange
     directory: Path
-
-    @property
-    def name(self) -> str:
-        """Implements `Task.name`."""
-        return f"dedup task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with (scratch / PAIRS).open("wb") as file:

@@ -105,15 +105,11 @@ class RepeatedLinesTask(DirectoryTask):
     equal lines of their own run: these may be most of a corpus and are not kept in memory. `across.bin` has the rest.
     """
 
+    kind = "dedup task"
     kept_occurrences: int
     within: HashRange
     runs: tuple[Path, ...]
     directory: Path
-
-    @property
-    def name(self) -> str:
-        """Implements `Task.name`."""
-        return f"dedup task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with (scratch / _WITHIN).open("wb") as within, (scratch / _ACROSS).open("wb") as across:

@@ -29,10 +29,7 @@ def line_hashes(text: str, *, section: LinesSection) -> NDArray[np.uint64]:
     plain = text.lower().encode("utf-8", "surrogatepass").translate(_NORMALISE)
     digest, shortest = xxhash.xxh3_64_intdigest, max(section.min_bytes, 1)
     stripped = map(bytes.strip, plain.split(_separator(section).encode()))
-    return np.fromiter(
-        (digest(line) if len(line) >= shortest else EXEMPT for line in stripped),
-        dtype=np.uint64,
-    )
+    return np.fromiter((digest(line) if len(line) >= shortest else EXEMPT for line in stripped), dtype=np.uint64)
 
 
 def remove_lines(text: str, dropped: NDArray[np.bool_], *, section: LinesSection) -> str:

@@ -54,15 +54,11 @@ class MergeTablesTask(DirectoryTask):
     the tables (see `table.MEMORY`).
     """
 
+    kind = "table task"
     tables: RunTables
     row: int
     within: HashRange
     directory: Path
-
-    @property
-    def name(self) -> str:
-        """Implements `Task.name`."""
-        return f"table task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> dict[str, Any]:
         with (scratch / PAIRS).open("wb") as file:

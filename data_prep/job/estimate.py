@@ -27,7 +27,6 @@ _WARM_UP_BYTES, _TIMED_BYTES, _LARGEST_UNIT = 4 << 20, 16 << 20, 64 << 20
 _LEAST_BYTES, _PLACES = 1 << 19, 8
 """Stored bytes that are measured of a small source, and the number of places in a source."""
 _TOO_MUCH = 0.5
-_ENOUGH_TEXT = 1 << 20
 _MIN_BYTES = 2 << 20
 _SAMPLE_BYTES = 4 << 20
 """Bytes of text for the two trainings of the estimate, on all of it and on a quarter. With 32,000 ids, the line through
@@ -58,9 +57,6 @@ class TrainingTimes:
         """
         more_text = max(1, self.large[0] - self.small[0])
         per_byte = max(0.0, (self.large[1] - self.small[1]) / more_text)
-        if self.large[0] >= _ENOUGH_TEXT:  # of less text, most of the time does not depend on its size
-            # at least half the mean: another process may have slowed the small training down
-            per_byte = max(per_byte, self.large[1] / self.large[0] / 2)
         return self.read_s * read_bytes + max(0.0, self.large[1] + per_byte * (text_bytes - self.large[0]))
 
 
@@ -195,25 +191,29 @@ def _time_training(
 
     with spool(sample_texts(units, small_config), work) as texts:
         some = list(_first_bytes(texts, texts.text_bytes // _SMALL_SHARE))
+        began, worked = time.perf_counter(), time.process_time()
         with spool(some, work) as fewer:
             try:
                 small, large = (_train(part, small_config, work) for part in (fewer, texts))
             except ConfigError:  # a vocabulary of this size needs more text
                 small_config = _with_tokenizer(small_config, vocab_size=min(_FEW_IDS, config.tokenizer.vocab_size))
                 small, large = (_train(part, small_config, work) for part in (fewer, texts))
+        # the two differ in CPU time: other processes may slow one of them down more than the other
+        slowed = (time.perf_counter() - began) / max(1e-9, time.process_time() - worked)
+    small, large = ((size, seconds * slowed) for size, seconds in (small, large))
     share = config.tokenizer.sample_bytes / max(1, _read_bytes(config.tokenizer.sample_bytes, total))
     wanted = max(1, int(min(1.0, share) * _bytes_of(units)))
     return small_config, TrainingTimes(_reading_seconds(units, config, wanted) / _bytes_of(units), small, large)
 
 
 def _train(texts: SpooledTexts, config: CorpusConfig, work: Path) -> tuple[int, float]:
-    """Trains in a store in `work`; returns the bytes of text and the seconds."""
+    """Trains in a store in `work`; returns the bytes of text and the CPU seconds."""
     from data_prep.tokenizer.store import TokenizerStore, train_or_reuse  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        began = time.perf_counter()
+        began = time.process_time()
         train_or_reuse(texts, Path(folder), config.tokenizer, TokenizerStore(work / "store"))
-        return texts.text_bytes, time.perf_counter() - began
+        return texts.text_bytes, time.process_time() - began
 
 
 def _reading_seconds(units: list[Unit], config: CorpusConfig, wanted: int) -> float:

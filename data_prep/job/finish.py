@@ -70,12 +70,7 @@ def load_map_markers(job: Job) -> list[Marker]:
 
 
 def finish(
-    job: Job,
-    *,
-    markers: list[Marker],
-    results: list[tuple[str, Marker]],
-    runs: Sequence[Path],
-    tokenizer: str | None,
+    job: Job, *, markers: list[Marker], results: list[tuple[str, Marker]], runs: Sequence[Path], tokenizer: str | None
 ) -> Manifest:
     """Completes `out/`, commits it as the output, and removes the job directory.
 
@@ -100,14 +95,13 @@ def finish(
         "dropped_bytes": count_by_reason(markers, "dropped_bytes") | duplicate_bytes(job, runs),
         "cleaning": (job.saved_identity() or {}).get("cleaning"),
     }
-    if (clusters := describe_clusters(job, runs)) is not None:
-        details["clusters"] = clusters
-    if long_words := name_long_words(markers):
-        details["long_words"] = long_words
-    if by_source := _dropped_by_source(markers):
-        details["dropped_by_source"] = by_source
-    if unprinted := count_by_reason(markers, "unprinted"):
-        details["unprinted"] = unprinted
+    present = {
+        "clusters": describe_clusters(job, runs),
+        "long_words": name_long_words(markers),
+        "dropped_by_source": _dropped_by_source(markers),
+        "unprinted": count_by_reason(markers, "unprinted"),
+    }
+    details |= {key: value for key, value in present.items() if value}
     about: Parents = {"config": job.config.identity(), "parents": _parents(job, files, tokenizer)}
     about |= {"kind": "tokens", "details": details}
     if job.url is None:

@@ -32,13 +32,7 @@ class Display:
     """
 
     def __init__(
-        self,
-        phase: str,
-        *,
-        total_bytes: int = 0,
-        done_bytes: int = 0,
-        total_tokens: int = 0,
-        note: Path | None = None,
+        self, phase: str, *, total_bytes: int = 0, done_bytes: int = 0, total_tokens: int = 0, note: Path | None = None
     ) -> None:
         """Starts the clock.
 

@@ -22,14 +22,7 @@ import numpy as np
 from data_prep.executors.base import default_workers
 from data_prep.executors.local import LocalExecutor
 from data_prep.formats.maskfile import MASK, open_mask
-from data_prep.formats.packfile import (
-    I64,
-    PACK_SUFFIX,
-    PACKING_KIND,
-    cut_documents,
-    packing_name,
-    write_pack,
-)
+from data_prep.formats.packfile import I64, PACK_SUFFIX, PACKING_KIND, cut_documents, packing_name, write_pack
 from data_prep.formats.tokenfile import TokenFile
 from data_prep.packing.best_fit import best_fit
 from data_prep.packing.long_documents import Long, count_targets, describe, shorten

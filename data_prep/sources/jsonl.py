@@ -15,12 +15,7 @@ import orjson
 
 from data_prep.sources import json_array
 from data_prep.sources.bytesource import DECOMPRESSION_ERRORS, DamagedFileError, Digest
-from data_prep.sources.conversation import (
-    ConversationError,
-    conversation_hint,
-    conversation_line,
-    prompt_and_answer,
-)
+from data_prep.sources.conversation import ConversationError, conversation_hint, conversation_line, prompt_and_answer
 from data_prep.sources.lines import SkippedLine, blocks, count_lines
 from data_prep.sources.magic import HEAD_BYTES, described
 from data_prep.sources.records import (

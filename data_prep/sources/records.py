@@ -158,12 +158,7 @@ class BadRecord:
 
 
 def in_batches(
-    found: Iterable[tuple[int, int, Record | Problem]],
-    *,
-    source: str,
-    file: str,
-    unit: str,
-    wanted: WantedFields,
+    found: Iterable[tuple[int, int, Record | Problem]], *, source: str, file: str, unit: str, wanted: WantedFields
 ) -> Iterator[TextBatch | BadRecord]:
     """Yields batches of records and unusable records, in order.
 

@@ -38,15 +38,11 @@ class TokenizerTask(DirectoryTask):
         store: directory of tokenizers trained by earlier jobs; None to always train and not store.
     """
 
+    name = "tokenizer"
     units: list[Unit]
     config: CorpusConfig
     directory: Path
     store: Path | None = None
-
-    @property
-    def name(self) -> str:
-        """Implements `Task.name`."""
-        return "tokenizer"
 
     def _work(self, scratch: Path, report: Report) -> Marker:
         # not at the top of the module: no other task needs it

@@ -174,12 +174,7 @@ class _Mapper:
         return batch.take(texts, kept)
 
     def _add(
-        self,
-        tokens: Tokens,
-        metadata: DocumentMetadata,
-        *,
-        mask: Array | None = None,
-        end_learnt: Array | None = None,
+        self, tokens: Tokens, metadata: DocumentMetadata, *, mask: Array | None = None, end_learnt: Array | None = None
     ) -> None:
         if len(metadata.key):
             if self._minhasher is not None:

@@ -31,16 +31,12 @@ class MergeTask(DirectoryTask):
         tokens: approximate number of tokens to merge.
     """
 
+    kind = "merge task"
     reader: RunsReader
     low: int
     high: int
     tokens: int
     directory: Path
-
-    @property
-    def name(self) -> str:
-        """Implements `Task.name`."""
-        return f"merge task {self.directory.name}"
 
     def _work(self, scratch: Path, report: Report) -> Marker:
         with RunStream(run_path(scratch, 0), masked=self.reader.masked) as stream:

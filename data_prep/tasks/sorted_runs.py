@@ -32,11 +32,7 @@ from data_prep.formats.memory_map import map_file
 from data_prep.formats.tokenfile import MAX_DOCUMENT_TOKENS, too_long
 from data_prep.hashing import U64
 from data_prep.task import with_checksum, without_checksum
-from data_prep.tasks.run_checksums import (
-    document_checksums,
-    slice_checksums,
-    view_checksums,
-)
+from data_prep.tasks.run_checksums import document_checksums, slice_checksums, view_checksums
 from data_prep.tokenizer.engines import Tokens
 from foundation.directory import write_json
 from foundation.errors import DataError
@@ -129,12 +125,7 @@ class RunWriter:
         self._mask = np.empty(len(self._ids) if self.masked else 0, np.uint8)
 
     def add(
-        self,
-        tokens: Tokens,
-        metadata: DocumentMetadata,
-        *,
-        mask: Array | None = None,
-        end_learnt: Array | None = None,
+        self, tokens: Tokens, metadata: DocumentMetadata, *, mask: Array | None = None, end_learnt: Array | None = None
     ) -> None:
         """Adds the documents of a batch; each must have tokens.
 
@@ -447,11 +438,7 @@ def _write_metadata(run: Path, tokens: Array, metadata: DocumentMetadata, sums: 
         file.write(document_checksums(documents, sums).data)
     if metadata.hashes is not None or metadata.bands is not None:
         write_dedup_tables(
-            run,
-            rank=metadata.rank,
-            hashes=metadata.hashes,
-            bands=metadata.bands,
-            signatures=metadata.signatures,
+            run, rank=metadata.rank, hashes=metadata.hashes, bands=metadata.bands, signatures=metadata.signatures
         )
     summary = {"documents": len(documents), "groups": _groups(documents), "checks": True}
     write_json(run / _RUN, with_checksum(summary))

@@ -19,14 +19,7 @@ MODEL_FILES = (MODEL_FILE, "spiece.model", "sentencepiece.bpe.model")
 """Names that transformers gives the sentencepiece model in a folder."""
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of further chat templates within the tokenizer's folder."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-)
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
 """Globs of the files that make up a tokenizer of transformers, without chat templates."""
 _IRRELEVANT = ("version", "truncation", "padding", "post_processor")
 """Keys of tokenizer.json that do not affect a document's ids: they truncate, pad or wrap a prompt, and transformers

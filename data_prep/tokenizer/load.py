@@ -123,10 +123,7 @@ def check_usable(folder: Path, policy: TextPolicy) -> None:
     """
     tokenizer = load(folder)
     ids = special_ids(folder, tokenizer)
-    added = (
-        (policy.append_eos, "eos", "end", "append_eos"),
-        (policy.prepend_bos, "bos", "beginning", "prepend_bos"),
-    )
+    added = ((policy.append_eos, "eos", "end", "append_eos"), (policy.prepend_bos, "bos", "beginning", "prepend_bos"))
     for wanted, kind, word, key in added:
         if wanted and ids[f"{kind}_id"] is None:
             remedy = f'set "{kind}_token" in its tokenizer_config.json, or set {key} to false'

@@ -3,6 +3,7 @@
     RUN/submissions/1/
         submission.json     the command, the site, the version of the code, the time of submission, the jobs
         code/               the packages and job scripts of a clone; of an installed package the version is in the JSON
+        modules/            the user's modules in the working directory whose functions training configs name
         configs/NAME.json   the config of each stage, with all files that it extends and all overrides
         NAME.sbatch         the script of each stage; `sbatch NAME.sbatch` submits it again
         logs/               the output of the jobs
@@ -21,12 +22,16 @@ from typing import Any
 
 from foundation.directory import COPIED_FROM, code_version, write_json, write_text
 from foundation.errors import DataError
+from foundation.user_function import modules_here
 from foundation.version import __version__
 from headrace.submission.configs import Given
 from pipeline.runtime.metrics.times import iso_time
 
 PACKAGES = ("headrace", "foundation", "data_prep", "pipeline", "slurm", "ds_configs", "demo")
 """Folders of a clone that are copied; headrace/share has links to the last two."""
+IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "submissions", "*.submissions")
+"""Not copied; of a run in a folder of the clone, such as demo/, submissions are not copied into themselves."""
+MODULES = "modules"
 CLONE = Path(__file__).resolve().parents[2]
 
 
@@ -50,13 +55,21 @@ def copy_code(directory: Path) -> Path | None:
     if not is_clone():
         return None
     code = directory / "code"
-    # for a run in a folder of the clone, such as demo/: submissions are not copied into themselves
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "submissions", "*.submissions")
     for name in PACKAGES:
         if (CLONE / name).is_dir():
-            shutil.copytree(CLONE / name, code / name, symlinks=True, ignore=ignored)
+            shutil.copytree(CLONE / name, code / name, symlinks=True, ignore=IGNORED)
     write_text(code / COPIED_FROM, code_version()["commit"] or "")  # manifests continue to name it
     return code
+
+
+def copy_modules(directory: Path, config: Mapping[str, Any]) -> None:
+    """Copies the user's modules in the working directory that a training config names to `modules/`."""
+    (directory / MODULES).mkdir(exist_ok=True)
+    for path in modules_here(config):
+        if path.is_dir():
+            shutil.copytree(path, directory / MODULES / path.name, ignore=IGNORED, dirs_exist_ok=True)
+        else:
+            shutil.copy(path, directory / MODULES)
 
 
 def make(directory: Path) -> list[Path]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from foundation.directory import MANIFEST
+from foundation.user_function import modules_here
 from headrace.submission.configs import VERBS, Element, Given, before
 from headrace.submission.environment import settings_of
 from headrace.submission.site import SiteConfig, StageSettings
+from headrace.submission.snapshot import MODULES
 
 SCRIPTS = {"corpus": "data_prep.sbatch", "run": "train.sbatch", "doctor": "doctor.sbatch"}
 """Kind -> script; all other kinds have `pipeline.sbatch`."""
@@ -32,6 +34,7 @@ class Stage:
         configs: file name -> content of the configs that the stage reads.
         chain: whether this is a corpus config, whose script is submitted once per job of the chain.
         makes: directory that the stage writes.
+        own_modules: whether its configs name functions of modules in the working directory, which are copied.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Stage:
     makes: Path
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     chain: bool = False
+    own_modules: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,16 +123,18 @@ def _nodes(given: Given, plan: CommonSettings) -> dict[str, str]:
 
 def _training(given: Given, names: tuple[str, ...], plan: CommonSettings) -> Stage:
     options = _options("run", given.name, given.makes, plan) | _nodes(given, plan)
-    if not plan.sweep:
-        words = quoted([str(_config(plan, given.name))])
-        return Stage(given.name, names, _fill(plan, "run", options, words), given.makes, {given.name: given.raw})
-    # one config per element, each with its own run directory
-    log = shlex.quote(f"{plan.directory}/logs/{given.name}-%A-%a.out")
-    options |= {"--array": f"0-{len(plan.sweep) - 1}", "--output": log}
-    configs = {f"{given.name}-{i}": _with_values(given, element) for i, element in enumerate(plan.sweep)}
-    words = f'{quoted([str(plan.directory / "configs")])}/{given.name}-"$SLURM_ARRAY_TASK_ID".json'
-    listed = [f"# element {i}: {' '.join(each.values)}, in {each.run_dir}" for i, each in enumerate(plan.sweep)]
-    return Stage(given.name, names, _fill(plan, "run", options, words, listed), given.makes, configs)
+    own = bool(modules_here(given.raw))
+    listed = [f"export PYTHONPATH={quoted([str(plan.directory / MODULES)])}${{PYTHONPATH:+:$PYTHONPATH}}"] * own
+    configs: dict[str, Mapping[str, Any]] = {given.name: given.raw}
+    words = quoted([str(_config(plan, given.name))])
+    if plan.sweep:  # one config per element, each with its own run directory
+        log = shlex.quote(f"{plan.directory}/logs/{given.name}-%A-%a.out")
+        options |= {"--array": f"0-{len(plan.sweep) - 1}", "--output": log}
+        configs = {f"{given.name}-{i}": _with_values(given, element) for i, element in enumerate(plan.sweep)}
+        words = f'{quoted([str(plan.directory / "configs")])}/{given.name}-"$SLURM_ARRAY_TASK_ID".json'
+        listed += [f"# element {i}: {' '.join(each.values)}, in {each.run_dir}" for i, each in enumerate(plan.sweep)]
+    text = _fill(plan, "run", options, words, listed)
+    return Stage(given.name, names, text, given.makes, configs, own_modules=own)
 
 
 def _with_values(given: Given, element: Element) -> dict[str, Any]:

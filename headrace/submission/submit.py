@@ -124,6 +124,8 @@ def _write(stages: Sequence[Stage], plan: CommonSettings) -> None:
     for stage in stages:
         for name, raw in stage.configs.items():
             snapshot.save_config(plan.directory, name, raw)
+            if stage.own_modules:
+                snapshot.copy_modules(plan.directory, raw)
         write_text(_script(plan, stage), stage.text)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from data_prep.config.corpus import CorpusConfig
 from data_prep.job.stats import read_stats
-from foundation.errors import ConfigError
 from foundation.section import parse
 from pipeline.runtime.metrics.journal import read_rows
 from tests import warm
@@ -143,11 +142,6 @@ def test_a_filter_or_reader_that_fails_names_itself(tmp_path: Path) -> None:
     assert "the reader yielded int, not a dict" in done.stderr
 
 
-def test_a_reader_is_named_by_module_and_function() -> None:
-    with pytest.raises(ConfigError, match="module:function"):
-        parse(CorpusConfig, {"output": "o", "sources": [{"path": "a", "reader": "a.py"}], "tokenizer": {"path": "t"}})
-
-
 def mixed(work: Path, shares: dict[str, int]) -> list[dict[str, Any]]:
     """Sources of two kinds of text, in files of several kinds: name -> number of documents."""
     for name, count in shares.items():
@@ -163,8 +157,7 @@ def mixed(work: Path, shares: dict[str, int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "shares",
-    [{"web": 1500, "code": 1500}, {"code": 200, "web": 3000}, {"web": 2500, "code z": 2000}],
+    "shares", [{"web": 1500, "code": 1500}, {"code": 200, "web": 3000}, {"web": 2500, "code z": 2000}]
 )
 def test_a_plan_measures_every_source_and_warns_of_a_filter_that_drops_most_of_one(
     tmp_path: Path, shares: dict[str, int]

@@ -8,10 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 
+from data_prep.formats.tokenfile import TokenFile
+from pipeline.config.sections.data import DataSection, SourceSection
+from pipeline.data.mixture import open_mixture
+from tests.checkpoint.importing.megatron_trainer import FOLDER
 from tests.conftest import ROOT, make_tokens, text_folders
 from tests.warm_python import folder
 
@@ -110,3 +116,29 @@ def test_the_commands_of_data_prep_run_as_printed(tmp_path: Path) -> None:
     commands = [line for line in block_after(CORPUS, 1).splitlines() if line.startswith("headrace prep")]
     assert len(commands) == 3
     assert "fingerprint" in run_printed("\n".join(commands), tmp_path)
+
+
+def test_the_code_that_reads_tokens_in_another_loop_runs(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    Path("out/tokens").symlink_to(tokens)
+    page = ROOT / "docs/how-to/tokens-elsewhere.md"
+    torch_code, numpy_code, megatron_code = re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text())
+    variables: dict[str, Any] = {"__name__": "page"}
+    exec(torch_code, variables)
+    data = DataSection(sources=(SourceSection(path="out/tokens"),), sequence_length=64)
+    assert variables["rows"].tolist() == open_mixture(data, seed=42).read(range(24, 32)).tolist()
+    exec(numpy_code, variables)
+    last = TokenFile.open(variables["path"].with_suffix(""))
+    assert variables["document"].tolist() == last.tokens[: last.document_starts([1])[0]].tolist()
+    words = run_printed(*commands_of(page), tmp_path, warm=False).split()
+    assert words[words.index("--valid-data-path") - 1] == str(variables["path"].with_suffix(""))
+    assert Path(words[-1], "tokenizer.json").is_file()
+    if FOLDER in os.environ:  # of megatron-core
+        monkeypatch.syspath_prepend(os.environ[FOLDER])
+        exec(megatron_code, variables)
+        ends = last.document_starts(range(1, last.documents + 1))
+        theirs = [variables["dataset"][i].tolist() for i in range(last.documents)]
+        assert theirs == [ids.tolist() for ids in np.split(last.tokens, ends)[:-1]]

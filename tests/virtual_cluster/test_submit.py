@@ -83,7 +83,8 @@ def test_what_slurm_would_refuse_leaves_nothing_behind(cluster: VirtualCluster, 
 
 
 def edit(clone: Path, work: Path) -> None:
-    """Changes the clone and the configs while the jobs wait: what was submitted runs."""
+    """Changes the clone, the configs and the user's module while the jobs wait: what was submitted runs."""
+    (work / "own_part.py").write_text("raise SystemExit('an edit of the module reached a queued job')\n")
     (clone / "pipeline/train.py").write_text("raise SystemExit('an edit of the clone reached a queued job')\n")
     (clone / "pipeline/__main__.py").unlink()
     for name in ("corpus", "zero3", "layout3d", "student"):
@@ -126,6 +127,8 @@ def whole_way(work: Path) -> list[str]:
         "run": {"steps": STEPS, "seed": 1},
         "evaluation": {"samples": 8},
     }
+    (work / "own_part.py").write_text("from pipeline.run.hooks.hook import Hook\n\ndef make(_):\n    return Hook()\n")
+    training["callbacks"] = ["own_part:make"]
     zero3 = {**training, "zero_optimization": {"stage": 3}, "run": {**training["run"], "dir": "zero3"}}
     layout3d = {**training, "engine": "torch", "parallel": {"pp": 2, "tp": 2}}
     student = {**training, "model": {"config": "auto", "path": "set"}, "distill": {"teacher": "set"}}
@@ -151,6 +154,7 @@ def on_one_machine(work: Path, stage: str, *, steps: int = STEPS) -> dict[int, f
     config = json.loads((work / f"zero3/submissions/1/configs/{stage}.json").read_text())
     config |= {"engine": "torch", "zero_optimization": {"stage": 0}, "parallel": {}}
     config["run"] |= {"dir": "one_machine", "steps": steps}
+    config.pop("callbacks")
     path = write_config(work / "one_machine.json", config)
     subprocess.run([sys.executable, "-m", "pipeline.train", "--config", str(path)], cwd=work, check=True)
     return losses(work / "one_machine")

@@ -15,7 +15,7 @@ function short(value) {
   if (size === 0) return "0";
   for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]])
     if (size >= unit) return `${+(value / (letter === "k" ? 1e3 : unit)).toPrecision(4)}${letter}`;
-  return size < 1e-3 ? value.toExponential(2) : `${+value.toPrecision(4)}`;
+  return size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : `${+value.toPrecision(4)}`;
 }
 
 function ticks([low, high], most) {
@@ -96,6 +96,8 @@ function activate(box) {
     }
     for (const at of ticks(view.x, Math.max(2, (right - left) / 90)))
       element("text", { class: "tick", x: toX(at), y: bottom + 18, "text-anchor": "middle" }, layer).textContent = short(at);
+    const unit = { class: "tick", x: right, y: bottom + 36, "text-anchor": "end" };
+    element("text", unit, layer).textContent = whole === first ? "tokens" : "hours";
     const inside = element("g", { "clip-path": `url(#${id})` }, layer);
     for (const line of chart.lines) {
       const look = { fill: "none", style: `stroke:${line.color}` };
@@ -180,11 +182,13 @@ function activate(box) {
 }
 
 document.querySelectorAll(".plot").forEach(activate);
-for (const button of document.querySelectorAll("button.axis")) {
-  let unit = "tokens";
+const buttons = document.querySelectorAll("button.axis");
+let axis = "tokens";
+for (const button of buttons)
   button.addEventListener("click", () => {
-    [unit, button.textContent] = unit === "tokens" ? ["hours", "x axis: tokens"] : ["tokens", "x axis: hours of training"];
-    document.dispatchEvent(new CustomEvent("axis", { detail: unit }));
+    const other = axis === "tokens" ? "show tokens on the x axis" : "show hours on the x axis";
+    axis = axis === "tokens" ? "hours" : "tokens";
+    for (const each of buttons) each.textContent = other;
+    document.dispatchEvent(new CustomEvent("axis", { detail: axis }));
   });
-}
 for (const each of document.querySelectorAll(".hint")) each.hidden = false;

@@ -27,7 +27,7 @@ from pipeline.evaluation.report.series import smooth, smoothing_window, thin
 _HERE = Path(__file__).parent
 _HINT = Markup(
     '<p class="note hint" hidden>Point at a curve for its values; drag over a part to zoom, double-click to go back.'
-    ' <button type="button" class="axis">x axis: hours of training</button></p>'
+    ' <button type="button" class="axis">show hours on the x axis</button></p>'
 )
 POINTS = 2000
 """Points per line in the script's data: more than are drawn, for zooming in."""

@@ -1,6 +1,6 @@
 """MLflow sink, when the config enables it: an MLflow run through MLflow's own client.
 
-A run begins with its config as parameters and as an artifact, config.json. Rows become metrics under grouped names
+A run begins with its config as parameters and as a JSON artifact. Rows become metrics under grouped names
 (`tags.py`). At the end the manifest of the run's directory is an artifact, and the MLflow run is FINISHED, KILLED
 (asked to stop: the next start goes on) or FAILED. A resumed run continues the same MLflow run by its id, which is in
 the run's directory. MLflow keeps what was logged: steps that a resume or a rollback repeats have two values there.
@@ -9,7 +9,6 @@ the run's directory. MLflow keeps what was logged: steps that a resume or a roll
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from typing import Any
 
 from foundation.errors import ConfigError
 from pipeline.config.sections.trackers import MlflowSection
+from pipeline.runtime.metrics.sinks import OneWarning
 from pipeline.runtime.metrics.tags import tagged
 
 _ID = ".mlflow-id"
@@ -68,7 +68,8 @@ class MlflowSink:
         self._client, self._section = MlflowClient(tracking_uri=section.tracking_uri), section
         self._run_dir, self._config, self._steps, self._step = run_dir, config, steps, 0
         self._waiting: list[Any] = []
-        self._sent, self._again, self._warned = 0.0, 0.0, False
+        self._sent, self._again = 0.0, 0.0
+        self._guarded = OneWarning("MLflow cannot be reached, and gets its rows once it is back")
         self._id: str | None = None
         self._try(self._begin)
 
@@ -135,14 +136,8 @@ class MlflowSink:
         self._client.set_terminated(self._id, status)
 
     def _try(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # the client's own errors, and errors of the connection
+        if not self._guarded(action):
             self._again = time.monotonic() + _PAUSE_S
-            if not self._warned:
-                text = f"MLflow cannot be reached ({' '.join(str(error).split())[:200]}): rows are in metrics.jsonl"
-                print(f"warning: {text}, and are sent once it is back", file=sys.stderr, flush=True)
-            self._warned = True
 
 
 def _name(tag: str) -> str:

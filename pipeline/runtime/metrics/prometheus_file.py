@@ -9,7 +9,6 @@ Source of the format: https://prometheus.io/docs/instrumenting/exposition_format
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from foundation.directory import write_text
 from pipeline.runtime.goodput.account import read_goodput
-from pipeline.runtime.metrics.sinks import HELD_OUT
+from pipeline.runtime.metrics.sinks import HELD_OUT, OneWarning
 
 _EVERY_S, _GOODPUT_S = 5.0, 60.0
 """Shortest times between two writes of the file, and between two computations of the goodput, in seconds."""
@@ -53,7 +52,7 @@ class PrometheusFile:
         self._path, self._run_dir = path, run_dir
         self._values: dict[str, float] = {"running": 1, "steps": steps}
         self._written = self._computed = float("-inf")
-        self._warned = False
+        self._try = OneWarning(f"{path} cannot be written")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Takes the numbers of a row."""
@@ -77,12 +76,7 @@ class PrometheusFile:
                 if (goodput := read_goodput(self._run_dir, training=True)) is not None:
                     self._values["goodput"] = goodput.share
             self._computed = self._written
-        try:
-            write_text(self._path, self._text())
-        except OSError as error:
-            if not self._warned:
-                print(f"warning: {self._path} cannot be written: {error}", file=sys.stderr, flush=True)
-            self._warned = True
+        self._try(lambda: write_text(self._path, self._text()))
 
     def _text(self) -> str:
         run = str(self._run_dir).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 JournalRow = dict[str, Any]
@@ -27,6 +27,29 @@ class Sink(Protocol):
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Records a row of a kind: "step", "eval", "task/NAME" or "event"."""
         ...
+
+
+class OneWarning:
+    """Calls functions that write to a tracker. The first failure is a warning, and training continues.
+
+    Args:
+        text: what has failed; the message adds the error.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text, self._warned = text, False
+
+    def __call__(self, action: Callable[[], Any]) -> bool:
+        """Calls a function; returns whether it succeeded."""
+        try:
+            action()
+        except Exception as error:  # errors of clients, of the connection, of disks, and of the user's code
+            if not self._warned:
+                text = f"{self._text} ({' '.join(repr(error).split())[:200]}): rows are in metrics.jsonl"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+            self._warned = True
+            return False
+        return True
 
 
 class Sinks:

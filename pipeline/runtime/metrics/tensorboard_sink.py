@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import ConfigError
 from pipeline.config.sections.deepspeed import TensorBoardSection
+from pipeline.runtime.metrics.sinks import OneWarning
 from pipeline.runtime.metrics.tags import OVERVIEW, tagged
 
 _STARTS = ("started", "resumed", "rollback")
@@ -51,7 +50,7 @@ class TensorBoardSink:
         check_tensorboard(section)
         self._log_dir = log_dir(section, run_dir=run_dir)
         self._writer: Any = None
-        self._warned = False
+        self._try = OneWarning(f"TensorBoard event files in {self._log_dir} cannot be written")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Logs the numbers of a row at its step, and hands them to the operating system at once."""
@@ -80,12 +79,3 @@ class TensorBoardSink:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def _try(self, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except Exception as error:  # a full disk, or an earlier error of the writer thread
-            if not self._warned:
-                text = f"TensorBoard event files in {self._log_dir} cannot be written ({error!r})"
-                print(f"warning: {text}: rows are in metrics.jsonl only", file=sys.stderr, flush=True)
-            self._warned = True

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import ConfigError
 from foundation.user_function import UserFunction
+from pipeline.runtime.metrics.sinks import OneWarning
 
 
 class UserSink:
@@ -25,7 +24,7 @@ class UserSink:
     """
 
     def __init__(self, function: UserFunction, run_dir: Path, *, config: dict[str, Any], field: str) -> None:
-        self._name, self._warned = function.name, False
+        self._try = OneWarning(f"the tracker {function.name} failed")
         remedy = "def open_sink(run_dir, config): return an object with write(kind, step, **values) and close()"
         try:
             self._sink = function.call(run_dir, config)
@@ -43,12 +42,3 @@ class UserSink:
     def close(self) -> None:
         """Closes the user's object, if it can be closed."""
         self._try(getattr(self._sink, "close", lambda: None))
-
-    def _try(self, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except Exception as error:  # the user's code runs here
-            if not self._warned:
-                text = f"the tracker {self._name} failed ({error!r}): its rows are in metrics.jsonl only"
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-            self._warned = True

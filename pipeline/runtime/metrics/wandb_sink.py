@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.sections.deepspeed import WandbSection
+from pipeline.runtime.metrics.sinks import OneWarning
 from pipeline.runtime.metrics.tags import scalars
 
 STEP = "train_step"
@@ -51,7 +51,7 @@ class WandbSink:
         except wandb.errors.Error as error:
             print(f"warning: W&B cannot be reached ({error}); recording offline, in {run_dir}", file=sys.stderr)
             self._run = wandb.init(**settings, mode="offline")
-        self._warned = False
+        self._try = OneWarning("W&B cannot be reached")
         self._newest, self._ahead = -1, 0
         self._row: dict[str, int | float] = {}
         self._try(lambda: self._run.define_metric(STEP))
@@ -83,15 +83,6 @@ class WandbSink:
     def close(self) -> None:
         """Finishes the W&B run."""
         self._try(self._run.finish)
-
-    def _try(self, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except Exception as error:  # wandb's own errors, and errors of the connection to its process
-            if not self._warned:
-                text = f"W&B cannot be reached ({error!r}): rows are in metrics.jsonl only"
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-            self._warned = True
 
 
 def _own_id(run_dir: Path) -> str:

@@ -93,8 +93,7 @@ def test_with_spacys_words_the_decisions_are_those_of_datatrove(step: str, name:
 
 @needs_datatrove
 @pytest.mark.parametrize(
-    ("step", "name", "least"),
-    [("fineweb_quality", "FineWebQualityFilter", 0.98), ("c4", "C4QualityFilter", 0.98)],
+    ("step", "name", "least"), [("fineweb_quality", "FineWebQualityFilter", 0.98), ("c4", "C4QualityFilter", 0.98)]
 )
 def test_with_our_words_most_decisions_are_the_same(step: str, name: str, least: float, documents: list[str]) -> None:
     ours = decisions(step, documents)

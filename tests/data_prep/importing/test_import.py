@@ -290,11 +290,7 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda f: edited(f / "state.json", _indices_data_files=[{"filename": "indices.arrow"}]),
         r"selects rows by indices",
     ),
-    "Parquet: cut off": (
-        "parquet",
-        lambda f: cut(next(f.glob("*.parquet"))),
-        r"\.parquet is damaged",
-    ),
+    "Parquet: cut off": ("parquet", lambda f: cut(next(f.glob("*.parquet"))), r"\.parquet is damaged"),
     "datatrove: no index": (
         "datatrove",
         lambda f: (f / "00001_unshuffled.ds.index").unlink(),

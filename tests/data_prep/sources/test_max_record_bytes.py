@@ -7,6 +7,7 @@ import json
 import random
 import tempfile
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,30 +17,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.config.corpus import Source
 from data_prep.sources import jsonl, lines
 from data_prep.sources.bytesource import Digest
-from data_prep.sources.listing import resolve
-from data_prep.sources.read_unit import read_unit, wanted_fields
-from data_prep.sources.records import BadRecord
-from data_prep.sources.units import units
+from tests.data_prep.sources.test_archives import read
 
 LIMIT = 3 << 20
-
-
-def read_all(
-    path: Path, *, limit: int | None, kind: str | None = None, task_bytes: int = 1 << 40, text_field: str = "text"
-) -> tuple[list[str], list[BadRecord]]:
-    source = Source(path=str(path), type=kind, text_field=text_field)  # type: ignore[arg-type]
-    texts: list[str] = []
-    bad: list[BadRecord] = []
-    for unit in units([resolve(source, at="sources.0")], task_bytes=task_bytes):
-        for record in read_unit(unit, wanted_fields(source, max_bytes=limit)):
-            if isinstance(record, BadRecord):
-                bad.append(record)
-            else:
-                texts += record.texts
-    return texts, bad
+read_all = partial(read, task_bytes=1 << 40)
 
 
 def line(size: int, mark: str = "x") -> bytes:

@@ -292,11 +292,7 @@ def test_parquet_rows_keep_their_numbers_across_row_groups() -> None:
     table = pa.table({"body": ["a", None, "c", "d", "e"], "key": [10, 11, 12, None, 14]})
     pq.write_table(table, "a.parquet", row_group_size=2)
     documents, bad = read(Source(path="a.parquet", text_field="body", id_field="key"), task_bytes=1)
-    assert [(d.id, d.text) for d in documents] == [
-        ("a.parquet/10", "a"),
-        ("a.parquet/12", "c"),
-        ("a.parquet/14", "e"),
-    ]
+    assert [(d.id, d.text) for d in documents] == [("a.parquet/10", "a"), ("a.parquet/12", "c"), ("a.parquet/14", "e")]
     assert [(b.place(), b.reason) for b in bad] == [
         ("a.parquet, row 1", "text is not a string"),
         ("a.parquet, row 3", "no id"),

@@ -31,7 +31,6 @@ from pipeline.runtime.metrics.step_clock import StepCost
 from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink, log_dir
 from pipeline.runtime.metrics.time_sums import TimeSums
 from pipeline.runtime.metrics.wandb_sink import WandbSink
-from tests import warm
 from tests.conftest import command_line, launch, losses, room_for, tiny_config, write_config
 from tests.runtime.metrics.offline import logged
 
@@ -198,26 +197,6 @@ os._exit(0)
     assert capfd.readouterr().err.count("warning: W&B cannot be reached") == 1
 
 
-def test_the_step_loader_feeds_a_plain_pytorch_loop(tokens: Path) -> None:
-    code = f"""
-import torch
-from pipeline.config.batch import BatchSizes
-from pipeline.config.sections.data import DataSection, SourceSection
-from pipeline.data.mixture import open_mixture
-from pipeline.data.loader import StepLoader
-mixture = open_mixture(DataSection(sources=(SourceSection(path={str(tokens)!r}),), sequence_length=16), seed=1)
-model = torch.nn.Sequential(torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in StepLoader(mixture, BatchSizes(4, 2, 2, 1, 16), dp_rank=0, steps=(1, 3)):
-    for micro in step.micro_batches:
-        torch.nn.functional.cross_entropy(model(micro.input_ids).flatten(0, 1), micro.labels.flatten()).backward()
-    optimizer.step()
-print(step.step)
-"""
-    done = warm.run("-c", code)
-    assert json.loads(done.stdout) == 3, done.stderr
-
-
 def test_mfu_is_that_of_palm() -> None:
     # appendix B: 45.7 % without attention, of 540.35e9 parameters at 238,300 tokens/s on 6,144 TPU v4 of 275 TFLOP/s
     assert mfu(238_300, 6 * 540.35e9, 275e12, 6144) == pytest.approx(0.457, abs=5e-4)
@@ -279,14 +258,6 @@ def test_a_missing_package_is_refused_with_the_pip_command(tmp_path: Path, monke
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         TensorBoardSink(section_of(), run_dir=str(tmp_path / "run"))
     tensorboard_sink.check_tensorboard(section_of(enabled=False))
-
-
-def test_training_continues_without_event_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink = TensorBoardSink(section_of(output_path="/proc"), run_dir=str(tmp_path / "run"))
-    for step in (1, 2):
-        sink.write("step", step, loss=1.0)
-    sink.close()
-    assert capsys.readouterr().err.count("warning: TensorBoard event files") == 1
 
 
 MEMORY = {"memory_allocated_bytes": int(61.2 * 2**30), "memory_reserved_bytes": 64 * 2**30}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -19,11 +20,13 @@ import yaml
 from foundation.errors import ConfigError
 from foundation.section import parse
 from foundation.user_function import load_function
+from pipeline.config.sections.deepspeed import TensorBoardSection
 from pipeline.config.sections.trackers import MlflowSection
 from pipeline.runtime.metrics import mlflow_sink
 from pipeline.runtime.metrics.mlflow_sink import MlflowSink, check_mlflow
 from pipeline.runtime.metrics.prometheus_file import METRICS, PrometheusFile
 from pipeline.runtime.metrics.tags import OVERVIEW, tagged
+from pipeline.runtime.metrics.tensorboard_sink import TensorBoardSink
 from pipeline.runtime.metrics.user_sink import UserSink
 from tests.warm import ROOT
 
@@ -34,7 +37,7 @@ CONFIG = {"model": {"config": {"hidden_size": 48}}, "run": {"dir": "runs/a", "st
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real MLflow tracking server, with a database and artifacts of its own."""
     if find_spec("mlflow") is None or find_spec("sqlalchemy") is None or find_spec("uvicorn") is None:
-        pytest.skip("MLflow's server is not installed: pip install mlflow")
+        pytest.skip("MLflow's server is not installed: pip install mlflow-skinny sqlalchemy alembic")
     work = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -42,7 +45,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{work}/m.db", "--artifacts-destination", str(work / "artifacts")]
     with (work / "log").open("w") as log:
-        process = subprocess.Popen([*command, *store], cwd=work, stdout=log, stderr=log, start_new_session=True)
+        given: dict[str, Any] = {"env": os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, "cwd": work}
+        process = subprocess.Popen([*command, *store], stdout=log, stderr=log, start_new_session=True, **given)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
@@ -171,12 +175,14 @@ def test_the_alert_rules_use_gauges_that_the_file_has() -> None:
         assert "running" in names <= set(METRICS), rule["alert"]
 
 
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink = PrometheusFile(tmp_path / "missing/h.prom", tmp_path, steps=1)
-    for _ in range(2):
-        sink.write("event", 0, event="started")
-    sink.close()
-    assert capsys.readouterr().err.count("cannot be written") == 1
+def test_files_that_cannot_be_written_are_a_warning_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = parse(TensorBoardSection, {"enabled": True, "output_path": "/proc"})
+    prometheus = PrometheusFile(tmp_path / "missing/h.prom", tmp_path, steps=1)
+    for sink in (prometheus, TensorBoardSink(section, run_dir=str(tmp_path))):
+        for step in (1, 2):
+            sink.write("event", step, event="started")
+        sink.close()
+        assert capsys.readouterr().err.count("cannot be written") == 1
 
 
 def test_tags_group_the_rows() -> None:
@@ -203,13 +209,13 @@ def test_a_users_tracker_gets_rows_and_a_failure_of_it_is_one_warning(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_tracker.py").write_text(TRACKER)
-    sinks = [made(name, tmp_path) for name in ("open_sink", "open_broken")]
+    sinks = [made(name, tmp_path) for name in ("Rows", "Broken")]
     for sink in sinks:
         for step in (1, 2):
             sink.write("step", step, loss=1.0)
         sink.close()
     assert (tmp_path / "rows").read_text() == "48 step 1 1.0\n48 step 2 1.0\n"
-    assert capsys.readouterr().err.count("the tracker own_tracker:open_broken failed") == 1
+    assert capsys.readouterr().err.count("the tracker own_tracker:Broken failed") == 1
     for name, why in {"open_none": "has no method write", "open_failing": "ZeroDivisionError"}.items():
         with pytest.raises(ConfigError, match=why):
             made(name, tmp_path)
@@ -223,20 +229,13 @@ class Rows:
         print(self.size, kind, step, values["loss"], file=self.file)
     def close(self):
         self.file.close()
-class Broken(Rows):
+class Broken:
+    def __init__(self, run_dir, config):
+        pass
     def write(self, kind, step, **values):
         raise OSError("no")
-    close = None
-def open_sink(run_dir, config):
-    return Rows(run_dir, config)
-def open_broken(run_dir, config):
-    broken = Rows.__new__(Broken)
-    broken.close = lambda: None
-    return broken
-def open_none(run_dir, config):
-    return None
-def open_failing(run_dir, config):
-    return 1 / 0
+open_none = lambda run_dir, config: None
+open_failing = lambda run_dir, config: 1 / 0
 """
 
 
