@@ -15,8 +15,6 @@ from tests.conftest import ROOT
 PAGE = (ROOT / "docs/how-to/recipes.md").read_text()
 RECIPES = re.findall(r"`--config (\S+) --machine (\S+) --nodes (\d+)` \| (.*) \|$", PAGE, flags=re.MULTILINE)
 CURVES = re.findall(r"^\| ([\d.]+e9) \| ([\d.,]+e9) \| (.*) \|$", PAGE, flags=re.MULTILINE)
-SAME = 0.1
-"""Difference that a page may have from the plan of today: a third of the plan's own interval."""
 
 
 def numbers(cells: str) -> list[float]:
@@ -26,14 +24,13 @@ def numbers(cells: str) -> list[float]:
 @pytest.mark.parametrize(("config", "machine", "nodes", "cells"), RECIPES)
 def test_a_recipe_takes_what_its_plan_says(config: str, machine: str, nodes: str, cells: str) -> None:
     planned = as_json(report_of(open_run(str(ROOT / config), [], load_machine(machine), nodes=int(nodes)), price=2.5))
-    assert planned["memory"]["fits"]
     found = [planned["tokens"], *(planned[key]["typical"] for key in ("days", "gpu_hours", "money"))]
-    assert numbers(cells) == pytest.approx(found, rel=SAME)
+    assert numbers(cells) == pytest.approx(found, rel=0.1)  # a third of the plan's own interval
+    assert planned["memory"]["fits"]
 
 
 def test_the_curves_are_those_of_the_law() -> None:
-    assert len(RECIPES) == 5
-    assert len(CURVES) == 3
+    assert (len(RECIPES), len(CURVES)) == (5, 3)
     for size, tokens, cells in CURVES:
         [parameters], [whole] = numbers(size), numbers(tokens)
         losses = [chinchilla_loss(parameters, whole * share) for share in (0.1, 0.5, 1)]
