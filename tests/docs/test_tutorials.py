@@ -54,9 +54,9 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 KILLS = ("a-run-that-failed",)
 """Pages that look for a child of a process that they have started."""
 SWEPT = {*KILLS, "chat-fine-tuning", "choosing-a-layout", "first-hour", "train-in-stages", "train-longer"}
-"""Pages that take minutes: `make sweep-tests` runs them; the first hour is run with fewer steps, too. With README, wheel
-and demo, the tutorials are ten jobs of an afternoon: install, a shipped config, one's own text, a published model, chat,
-stop and resume, evaluate, export and complete, compress, plan and submit."""
+"""Pages that take minutes: `make sweep-tests` runs them; the first hour is run with fewer steps, too. With the README,
+the wheel and the demo, the tutorials are ten jobs of an afternoon: install, a shipped config, one's own text, a
+published model, chat, stop and resume, evaluate, export and complete, compress, plan and submit."""
 IN_A_CLONE = {"train-in-stages": ("demo", "ds_configs")}
 """Pages whose commands read files of the repository."""
 BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -123,10 +123,13 @@ def test_the_commands_for_ones_own_text_and_a_cluster_run_as_printed(tmp_path: P
     (tmp_path / "corpus").mkdir()
     lines = "".join(f'{{"content": "document {number} about number {number * 7}"}}\n' for number in range(2000))
     (tmp_path / "corpus" / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-<<<<<<< HEAD
-    commands = [line for line in block_after(CORPUS, 1).splitlines() if line.startswith("headrace prep")]
-    assert len(commands) == 3
-    assert "fingerprint" in run_printed("\n".join(commands), tmp_path)
+    plan = next(line for line in block_after(AFTER_THE_DEMO).splitlines() if line.startswith("headrace plan"))
+    submit = block_after("## A cluster").splitlines()[0]
+    assert "; --dry-run prints them" in submit
+    prep = [line for line in block_after(CORPUS, 1).splitlines() if line.startswith("headrace prep")]
+    output = run_printed("\n".join([plan, submit.replace("#", "--dry-run #"), *prep]), tmp_path)
+    for found in ("GPU-hours", "nothing was submitted or written (--dry-run)", "fingerprint"):
+        assert found in output
 
 
 def test_the_code_that_reads_tokens_in_another_loop_runs(
@@ -153,12 +156,3 @@ def test_the_code_that_reads_tokens_in_another_loop_runs(
         ends = last.document_starts(range(1, last.documents + 1))
         theirs = [variables["dataset"][i].tolist() for i in range(last.documents)]
         assert theirs == [ids.tolist() for ids in np.split(last.tokens, ends)[:-1]]
-=======
-    plan = next(line for line in block_after(AFTER_THE_DEMO).splitlines() if line.startswith("headrace plan"))
-    submit = block_after("## A cluster").splitlines()[0]
-    assert "; --dry-run prints them" in submit
-    prep = [line for line in block_after(CORPUS, 1).splitlines() if line.startswith("headrace prep")]
-    output = run_printed("\n".join([plan, submit.replace("#", "--dry-run #"), *prep]), tmp_path)
-    for found in ("GPU-hours", "nothing was submitted or written (--dry-run)", "fingerprint"):
-        assert found in output
->>>>>>> xw2
