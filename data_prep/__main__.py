@@ -139,7 +139,8 @@ def _plan(args: argparse.Namespace) -> None:
     if not isinstance(found, Estimate):
         return print(found)
     workers = _workers(args) or default_workers()
-    print(f"about {_rounded(found.tokens)} tokens")
+    dedup = inspected.job.config.dedup is not None
+    print(f"about {_rounded(found.tokens)} tokens" + " before deduplication" * dedup)
     speed = f"at {found.mb_per_s:.1f} MB/s each,"
     if found.training_s:
         stored = inspected.job.trained_tokenizers
@@ -148,7 +149,7 @@ def _plan(args: argparse.Namespace) -> None:
     print(f"about {_duration(found.map_seconds(workers))} on {workers} workers {speed}")
     if found.training_s:
         print(f"together about {_duration(found.seconds(workers))}:")
-    left = "start-up, writing the shards" + (" and deduplication" if inspected.job.config.dedup else "")
+    left = "start-up, writing the shards" + " and deduplication" * dedup
     print(f"measured just now on a few megabytes of every source; {left} are not included")
     for drop in found.drops:
         print(drop.line())

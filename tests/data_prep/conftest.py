@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def cli_of_its_own(*arguments: str, code: int = 0) -> subprocess.CompletedProces
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
+
+
+def run_limited(limit: Callable[[], object], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a job in a process of its own, which has called `limit` before it starts."""
+    command = [sys.executable, "-m", "data_prep", *arguments]
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
 
 
 def config_file(work: Path, name: str = "corpus.json", **fields: Any) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from data_prep.__main__ import main
 from data_prep.config.corpus import changed_fields, load
 from data_prep.formats.tokenfile import TokenFile, open_split
 from foundation.directory import read_manifest
-from tests.data_prep.conftest import cli, write_config
+from tests.data_prep.conftest import cli, run_limited, write_config
 from tests.support import refusal_of
 
 BUILDER = {"type": "datasets", "builder": "json", "split": "train"}
@@ -173,15 +174,8 @@ def test_a_full_disk_is_an_error_and_the_run_resumes(work: Path) -> None:
     """A limit on the file size simulates a full disk: both are an OSError in the middle of a write."""
     (work / "texts" / "large.txt").write_text("la rivière " * 30_000)
     config = write_config()
-    said = refusal_of(
-        subprocess.run(
-            [sys.executable, "-m", "data_prep", "--config", config],
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    )
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    said = refusal_of(run_limited(full, "--config", config))
     assert "finished tasks are kept" in said
     assert not (work / "tokens").exists()
     assert "training" not in cli("--config", config).stderr  # the tokenizer was finished

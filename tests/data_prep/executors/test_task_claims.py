@@ -27,14 +27,7 @@ class CountingTask:
     """Reports `STEP` `steps` times and writes no result; for tests of the progress reports."""
 
     steps: int
-
-    @property
-    def name(self) -> str:
-        return "map task 0"
-
-    @property
-    def finished(self) -> bool:
-        return False
+    name, finished = "map task 0", False
 
     def run(self, report: Report) -> dict[str, Any]:
         for _ in range(self.steps):
@@ -52,10 +45,7 @@ class TaskFinishedElsewhere:
     """Runs for up to 10 s; `marker` appears meanwhile, as when another attempt finishes."""
 
     marker: Path
-
-    @property
-    def name(self) -> str:
-        return "map task 0"
+    name = "map task 0"
 
     @property
     def finished(self) -> bool:

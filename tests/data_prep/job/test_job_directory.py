@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from data_prep.formats.tokenfile import TokenFile, shard_prefix, with_suffix
 from data_prep.task import scratch_path
 from foundation.directory import read_manifest
-from tests.data_prep.conftest import cli, tree, write_config
+from tests.data_prep.conftest import cli, run_limited, tree, write_config
 from tests.support import output_of, refusal_of
 
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
@@ -82,15 +83,8 @@ def test_more_runs_than_the_limit_of_open_files_can_be_reduced(work: Path) -> No
     config = write_config(sources=[{"path": "many"}], task_bytes=1)
     cli("prepare", "--config", config)
     cli("phase", "map", "--config", config, "--task", "0", "--of", "1", "--workers", "2")
-    output_of(
-        subprocess.run(
-            [*COMMAND, "--config", config, "--workers", "1"],
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    )
+    few_files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (100, 100))
+    output_of(run_limited(few_files, "--config", config, "--workers", "1"))
     splits = read_manifest(work / "tokens", kind="tokens").details["splits"]
     assert sum(split["documents"] for split in splits.values()) == 150
 
@@ -168,15 +162,8 @@ def test_a_split_that_deduplication_empties_is_an_error(work: Path) -> None:
 def test_the_error_for_an_unreadable_input_file_says_why(work: Path) -> None:
     rows(work / "a.jsonl", ["x"] * 20)
     (work / "a.jsonl").chmod(0)
-    said = refusal_of(
-        subprocess.run(
-            [*COMMAND, "--config", write_config(sources=[{"path": "a.jsonl"}])],
-            preexec_fn=drop_root_capabilities,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    )
+    config = write_config(sources=[{"path": "a.jsonl"}])
+    said = refusal_of(run_limited(drop_root_capabilities, "--config", config))
     assert "Permission denied" in said
     assert "Traceback" not in said
 
