@@ -21,7 +21,7 @@ MOST_LINES = 15
 """Most lines of an answer."""
 NEAR_TIE = 0.05
 """Gain in speed up to which two layouts are shown as nearly equal: plans of published runs err by 7 % in the median."""
-_WIDTH = 160
+_WIDTH = 100
 """Most characters of a note."""
 _NOTES = 3
 """Most notes in an answer."""
@@ -57,15 +57,16 @@ class Answer:
         """The answer: a headline, a line per question, and notes that fit in `MOST_LINES`."""
         machine, run, plan = self.planned.machine, self.planned.run, self.plan
         where = f"{self._model()} on {run.topology.world_size} x {machine.name}"
-        found = [f"{where}: {run.layout}, {run.batch.tokens:,} tokens a step"]
+        found = [f"{where}: {brief_layout(run)}, {run.batch.tokens:,} tokens a step"]
         rows = [("fits", self._fits()), ("time", self._time()), ("cost", self._cost())]
         rows += [("limit", plan.binding), ("change", self._change())]
         if self.training is not None:
             rows.append(("check", check_text(self.training)))
         rows.append(("trust", trust_text(self.planned)))
-        rows += [("note", shorten(note, _WIDTH, placeholder=" ...")) for note in self.planned.notes[:_NOTES]]
+        notes = notes_of(self.planned)
+        rows += [("note", shorten(note, _WIDTH, placeholder=" ...")) for note in notes[:_NOTES]]
         found += [f"{label:<7} {text}" for label, text in rows]
-        left = len(self.planned.notes) - _NOTES
+        left = len(notes) - _NOTES
         more = f"; {left} more notes" if left > 0 else ""
         return [*found, f"--verbose: memory and step by part, laws, sources{more}; --json: the same numbers"]
 
@@ -103,9 +104,34 @@ class Answer:
         return f"{change}: {gain:+.0%} tokens/s, a peak of {shown_bytes(change.peak)}{tie}"
 
 
+def notes_of(planned: PlannedRun) -> list[str]:
+    """The plan's assumptions; first, padding, idle ranks and another layout, where the ranks do not fit the config."""
+    run, notes = planned.run, list[str]()
+    if run.batch.padding_rows:
+        why = f"{run.batch.samples} samples do not divide over {run.topology.world_size} ranks"
+        notes.append(f"{run.batch.padding_rows} padding rows a step: {why}; other --nodes?")
+    if run.spare:
+        notes.append(f"{run.spare} ranks are idle: the layout takes {run.topology.world_size}; other --nodes?")
+    if run.fallback:
+        notes.append(f"Not the config's layout: {run.fallback}.")
+    return [*notes, *planned.notes]
+
+
+def brief_layout(run: ResolvedRun) -> str:
+    """The engine, its sharding and the sizes of the axes, e.g. "FSDP2 (ZeRO-3), pp 2 x dp 4"."""
+    config, stage = run.config, run.config.zero_optimization.stage
+    own = f"FSDP2 (ZeRO-{stage})" if stage else "DDP"
+    name = {"deepspeed": f"DeepSpeed ZeRO-{stage}", "reference": "one plain process"}.get(config.engine, own)
+    shard, device = config.parallel.hybrid_shard_size, config.zero_optimization.offload_optimizer.device
+    parts = [name, str(run.topology), *([config.parallel.schedule] if run.topology.pp > 1 else [])]
+    parts += [f"shards of {shard}"] if shard else []
+    return ", ".join([*parts, *([f"optimizer on {device}"] if device != "none" else [])])
+
+
 def fits_text(memory: MemoryPlan) -> str:
     """Whether a run fits: yes only if the upper end of the peak does, with the margin; the host, too."""
-    size = memory.peak.shown(shown_bytes)
+    peak, device = memory.peak.map(lambda each: each / 1e9), memory.device / 1e9
+    size = f"{peak.shown(lambda each: f'{each:,.1f}')} of {device:,.1f} GB"
     margin = (memory.device - memory.peak.high) / memory.device
     if not memory.fits:
         word = "no"
@@ -114,7 +140,7 @@ def fits_text(memory: MemoryPlan) -> str:
     else:
         word = "perhaps"
     left = f"{margin:.0%} free at the upper end" if margin >= 0 else f"the upper end is {-margin:.0%} over"
-    return f"{word}: {size} of {shown_bytes(memory.device)}, {left}; {_host(memory)}"
+    return f"{word}: {size}, {left}; {_host(memory)}"
 
 
 def check_text(training: Training) -> str:
@@ -123,8 +149,8 @@ def check_text(training: Training) -> str:
     for quantity in (Quantity.BATCH, Quantity.LEARNING_RATE):
         laws = [each.value for each in training.suggestions() if each.quantity is quantity]
         if laws:
-            name = quantity.partition(",")[0]
-            parts.append(f"{name} {shown(training.value(quantity))}: laws say {shown(min(laws))} to {shown(max(laws))}")
+            name = "batch" if quantity is Quantity.BATCH else "learning rate"
+            parts.append(f"{name} {shown(training.value(quantity))} (laws: {shown(min(laws))} to {shown(max(laws))})")
     return "; ".join(parts)
 
 
@@ -133,10 +159,10 @@ def trust_text(planned: PlannedRun) -> str:
     if planned.machine.calibrated:
         return f"calibrated on {_calibrated_on(planned.machine)}; headrace plan --score compares runs with plans"
     kind = "experts" if planned.costs.widths.all_experts else "dense"
-    found = f"published runs, {kind}: median error {ERRORS[kind]:.0%}, {_INSIDE[kind]} inside the interval"
     if not published(planned.run, experts=kind == "experts"):
-        found = f"no published run like it was compared (DeepSpeed, offload, experts without ep); {found}"
-    return f"{found}; --calibrate measures yours"
+        return f"no published run of this kind (DeepSpeed, offload, experts without ep); others: {ERRORS[kind]:.0%} off"
+    error = f"median error {ERRORS[kind]:.0%}, {_INSIDE[kind]} inside"
+    return f"published runs, {kind}: {error}; --calibrate measures yours"
 
 
 def published(run: ResolvedRun, *, experts: bool) -> bool:
@@ -159,8 +185,8 @@ def _host(memory: MemoryPlan) -> str:
     used, known = sum(memory.node.memory.values()), memory.node.memory_bytes
     if not used:
         return "its host's memory is the device's"
-    of = "an unknown size" if known is None else shown_bytes(known)
-    return f"host memory {shown_bytes(used)} of {of}" + ("" if memory.node.fits else ", which is too little")
+    of = "an unknown size" if known is None else f"{known / 1e9:,.0f} GB"
+    return f"host memory {used / 1e9:,.0f} GB of {of}" + ("" if memory.node.fits else ", which is too little")
 
 
 def _billions(parameters: int) -> str:

@@ -9,8 +9,9 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foundation.errors import ConfigError
 from foundation.paths import LOCAL, RUN
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         overrides += ["run.steps=null", f"run.tokens={int(arguments.tokens)}"]
     read_config(arguments.config, overrides)  # refused before torch is imported, which takes seconds
     with quick_imports():
-        planned = _open(arguments, overrides)
+        planned = open_planned(arguments, overrides)
     if _several(arguments):
         return _compare(planned, arguments)
     if arguments.search:
@@ -131,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
+def open_planned(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
     from pipeline.plan.predict.planned_run import open_run, present_machine  # noqa: PLC0415  imports torch
     from pipeline.runtime.machines.known import load_machine  # noqa: PLC0415
 
@@ -141,18 +142,37 @@ def _open(arguments: argparse.Namespace, overrides: list[str]) -> PlannedRun:
         machine = load_machine(arguments.machine) if arguments.machine else present_machine(DEFAULT_MACHINE)
         nodes = arguments.nodes
 
-    planned = open_run(
-        arguments.config,
-        overrides,
-        machine,
-        nodes=nodes,
-        processes=arguments.processes,
-        imbalance=arguments.imbalance,
-    )
+    given: dict[str, Any] = {
+        "nodes": nodes,
+        "processes": arguments.processes,
+        "imbalance": arguments.imbalance,
+    }
+    try:
+        planned = open_run(arguments.config, overrides, machine, **given)
+    except ConfigError as refused:
+        if not (arguments.search or _several(arguments)):
+            raise
+        try:  # a search replaces the layout anyway
+            planned = open_run(arguments.config, [*overrides, *_PLAIN_LAYOUT], machine, **given)
+        except ConfigError:
+            raise refused from None
+        overrides += _PLAIN_LAYOUT
+        note = f"The config's own layout is refused on these nodes and left out: {refused.field} {refused.why}."
+        print(f"note: {note}", file=sys.stderr, flush=True)
+        planned = replace(planned, notes=(*planned.notes, note))
     if planned.run.stages and (_several(arguments) or arguments.search):
         why = "machines and layouts are compared for a run whose steps are all alike"
         raise ConfigError("stages", why=why, remedy="plan each stage alone: --set stages=null, and its keys")
     return planned
+
+
+_PLAIN_LAYOUT = (
+    *(f"parallel.{axis}=null" for axis in ("pp", "tp", "cp", "ep", "hybrid_shard_size", "virtual_stages")),
+    "parallel.schedule=1f1b",
+    "train_micro_batch_size_per_gpu=1",
+    "gradient_accumulation_steps=null",
+)
+"""Overrides that leave out the layout of a config."""
 
 
 def _several(arguments: argparse.Namespace) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.config.load import as_sets
 from pipeline.engines.sizes.expert_load import ExpertLoad, expert_load
-from pipeline.plan.answer import Answer, check_text, fits_text, trust_text
+from pipeline.plan.answer import Answer, check_text, fits_text, notes_of, trust_text
 from pipeline.plan.laws.law_warnings import Training
 from pipeline.plan.laws.laws import chinchilla_loss
 from pipeline.plan.laws.show_laws import law_lines, laws_json, training_of_plan
@@ -99,7 +99,7 @@ def lines(report: Report) -> Iterator[str]:
         yield _line("more", _more(report.training))
     yield _line("bound by", plan.binding)
     yield from _helps(report)
-    yield from (_line("note", note) for note in planned.notes)
+    yield from (_line("note", note) for note in notes_of(planned))
     yield _line("intervals", intervals_from(planned.machine))
     if report.training is not None:
         yield from (_line(label, text) for label, text in law_lines(report.training))
@@ -185,7 +185,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "constraint": {"kind": plan.constraint, "text": plan.binding},
         "change": None if change is None else {"sets": dict(change.sets), "step_s": change.step_s, "peak": change.peak},
         "fewest_nodes": None if report.nodes is None else {"nodes": report.nodes[0], "sets": report.nodes[1]},
-        "notes": list(planned.notes),
+        "notes": notes_of(planned),
         "intervals": intervals_from(planned.machine),
         "stages": stages_json(report.stages),
         "laws": None if report.training is None else laws_json(report.training),

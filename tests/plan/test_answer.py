@@ -88,3 +88,35 @@ def test_the_answer_of_a_check_has_at_most_twenty_lines_and_counts_warnings_that
     assert sum(line.startswith("       warning") for line in found) == 11
     assert "4 of them warnings" in found[-1]
     assert "memory fit" in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "note"),
+    [
+        ("llama_8b_8gpu.json", 3, "8 padding rows a step: 64 samples do not divide over 24 ranks"),
+        ("llama_70b_3d.json", 5, "8 ranks are idle: the layout takes 32"),
+        ("llama_70b_3d.json", 4, "Not the config's layout: fallback layout 1 of 1"),
+    ],
+)
+def test_nodes_that_the_layout_cannot_take_are_named_in_the_answer_and_the_json(
+    name: str, nodes: int, note: str
+) -> None:
+    report = _report(name, nodes=nodes)
+    assert any(line.startswith(f"note    {note}") for line in answer(report).lines())
+    assert any(each.startswith(note) for each in as_json(report)["notes"])
+
+
+def test_no_line_of_the_answer_is_longer_than_a_terminal() -> None:
+    assert max(map(len, answer(_report("llama_8b_8gpu.json")).lines())) <= 105
+
+
+@pytest.mark.parametrize(
+    ("sets", "like"),
+    [
+        ((), "published runs, dense: median error 7%"),
+        (("engine=deepspeed",), "no published run of this kind"),
+        (("zero_optimization.stage=1",), "published runs, dense"),
+    ],
+)
+def test_trust_says_whether_a_published_run_of_this_kind_was_compared(sets: tuple[str, ...], like: str) -> None:
+    assert _row(answer(_report("llama_8b_8gpu.json", *sets)), "trust").startswith(f"trust   {like}")

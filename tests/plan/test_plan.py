@@ -407,3 +407,21 @@ def test_options_that_do_not_go_together_are_refused_before_torch_is_imported(op
     command_plan.add_arguments(parser)
     with pytest.raises(ConfigError, match=said):
         command_plan.run(parser.parse_args(["--config", "none.json", *options]))
+
+
+def test_a_layout_of_the_config_that_does_not_fit_the_nodes_does_not_stop_a_search(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """405B on a number of nodes that its own pipeline does not take: the search replaces the layout anyway."""
+    parser = argparse.ArgumentParser()
+    command_plan.add_arguments(parser)
+    config = str(ROOT / "ds_configs/llama_70b_fsdp_3d.json")
+    words = ["--config", config, "--machine", "h100", "--nodes", "1"]
+    with pytest.raises(ConfigError, match="pp 4"):
+        command_plan.open_planned(parser.parse_args(words), [])
+    overrides: list[str] = []
+    planned = command_plan.open_planned(parser.parse_args([*words, "--search"]), overrides)
+    assert str(planned.run.topology) == "dp 8"
+    assert "parallel.pp=null" in overrides
+    assert "own layout is refused" in planned.notes[-1]
+    assert "own layout is refused" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from pipeline.plan.laws.show_laws import training_of_plan
 from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import make_plan
 from pipeline.plan.predict.planned_run import PlannedRun
-from pipeline.plan.search.fewest_nodes import fewest_nodes
+from pipeline.plan.search.fewest_nodes import fewest_nodes, undivided
 from pipeline.plan.search.margin_cost import margin_cost
 from pipeline.plan.search.search import Candidate, Search, allowed, search, simulated
 from pipeline.plan.search.search_page import Table, page
@@ -132,6 +132,8 @@ def _nothing_fits(planned: PlannedRun, found: Search) -> ConfigError:
     smallest = min((each.peak for each in found.candidates), default=None)
     least = "no rule allows any" if smallest is None else f"the smallest peak is {shown_bytes(smallest)}"
     why = f"none of {found.looked_at:,} layouts fits {shown_bytes(planned.machine.memory.bytes)}: {least}"
+    if smallest is None:
+        why = f"no layout: {undivided(planned, planned.run.topology.world_size)}, or a rule refuses each"
     remedy = "a smaller model, or a machine with more memory" if nodes is None else f"--nodes {nodes[0]} would hold it"
     return ConfigError("--search", why=why, remedy=remedy)
 

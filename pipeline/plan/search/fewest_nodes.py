@@ -39,6 +39,11 @@ _TRIED = 16
 """Number of nodes up to which every number is tried, not only powers of two."""
 
 
+def undivided(planned: PlannedRun, ranks: int) -> str:
+    """Says that the batch does not divide over the ranks."""
+    return f"the batch of {planned.run.batch.samples:,} samples does not divide over {ranks} ranks"
+
+
 def fastest_that_fits(planned: PlannedRun, nodes: int) -> Candidate | None:
     """The fastest layout on `nodes` nodes, among the settings that need least memory; None where none fits."""
     run, machine, costs = planned.run, planned.machine, planned.costs

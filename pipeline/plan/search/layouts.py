@@ -69,7 +69,13 @@ def layouts(
         options = itertools.product(_options(run, machine, features, mesh), sizes)
         overlaps = partial(_overlaps, run, known=frozenset().union(*features))
         for (schedule, shard, offload), ep in options:
-            for micro, mode in itertools.product(_micro_batches(run, mesh), MODES):
+            own = (
+                run.config.parallel.virtual_stages
+                if schedule == "interleaved_1f1b" and run.virtual_stages > 2
+                else None
+            )
+            virtual = dict.fromkeys((None, own))  # besides the default those of the config
+            for stages, micro, mode in itertools.product(virtual, _micro_batches(run, mesh), MODES):
                 sets = {
                     "engine": engine,
                     "zero_optimization.stage": stage,
@@ -82,7 +88,7 @@ def layouts(
                         else {}
                     ),
                     "parallel.schedule": schedule,
-                    "parallel.virtual_stages": None,
+                    "parallel.virtual_stages": stages,
                     "parallel.hybrid_shard_size": shard,
                     "zero_optimization.offload_optimizer.device": offload,
                     "train_micro_batch_size_per_gpu": micro,

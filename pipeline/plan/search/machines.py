@@ -15,7 +15,7 @@ from pipeline.plan.predict.memory_plan import with_margin
 from pipeline.plan.predict.plan import Plan, make_plan
 from pipeline.plan.predict.planned_run import PlannedRun, check_fp8_machine
 from pipeline.plan.search.changes import applied, nearest_change
-from pipeline.plan.search.fewest_nodes import MOST_NODES, fastest_that_fits, fewest_nodes
+from pipeline.plan.search.fewest_nodes import MOST_NODES, fastest_that_fits, fewest_nodes, undivided
 from pipeline.plan.search.search import in_layout
 from pipeline.plan.show import money_of
 from pipeline.run.before.memory_summary import shown_bytes
@@ -116,7 +116,11 @@ def _offer(planned: PlannedRun, name: str, question: Question) -> Offer:
     if question.nodes is not None:
         offer = _on(on_this, question.nodes, name, question)
         if offer is None:
-            raise ConfigError("--nodes", question.nodes, why=f"{question.nodes} nodes do not hold it", remedy="more")
+            why = f"{question.nodes} nodes do not hold it"
+            ranks = question.nodes * machine.devices_per_node
+            if planned.run.batch.samples % ranks:
+                why += f", or {undivided(planned, ranks)}"
+            raise ConfigError("--nodes", question.nodes, why=why, remedy="another number")
         return offer
     fewest = fewest_nodes(on_this)
     if fewest is None:

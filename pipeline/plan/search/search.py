@@ -149,7 +149,8 @@ def search(
                 skipped[known] += 1
             if time.monotonic() > next_report:
                 next_report = time.monotonic() + _EVERY_S
-                fastest = min(found, key=lambda each: each.step_s, default=None)
+                own = (each for each in found if "fp8.enabled" not in each.sets)
+                fastest = min(own, key=lambda each: each.step_s, default=None)
                 on_progress(len(found) + sum(skipped), fastest if fastest is not None and fastest.fits else None)
     except KeyboardInterrupt:
         whole = False
