@@ -171,9 +171,9 @@ def published(run: ResolvedRun, *, experts: bool) -> bool:
     return run.config.engine == "torch" and not offload and (run.topology.ep > 1 or not experts)
 
 
-ERRORS = {"dense": 0.07, "experts": 0.13}
+ERRORS = {"dense": 0.07, "experts": 0.18}
 """Kind of model -> median error on published rows that no range was fitted to (docs/reference/planner.md)."""
-_INSIDE = {"dense": "98 of 99", "experts": "26 of 33"}
+_INSIDE = {"dense": "98 of 99", "experts": "33 of 42"}
 
 
 def _calibrated_on(machine: Machine) -> str:

@@ -31,9 +31,9 @@ def test_the_upper_end_of_a_peak_has_room_for_what_the_allocator_reserves(name: 
 
 
 def test_other_engines_speed_is_said_to_be_of_a_layout_that_does_not_fit_ours() -> None:
-    for name, too_large in (("llama_8b_8gpu.json", False), ("llama_70b_zero3.json", True)):
-        said = "which does not fit our engines" in "\n".join(lines(report(name, machine="h100", processes=8)))
-        assert said == too_large
+    text = "\n".join(lines(report("llama_70b_zero3.json", machine="h100", processes=8)))
+    assert "which does not fit our engines" in text
+    assert "our engines" not in "\n".join(lines(report("llama_8b_8gpu.json", processes=8)))
 
 
 def test_checkpoints_that_a_node_s_disks_cannot_hold_are_named() -> None:
