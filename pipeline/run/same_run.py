@@ -100,8 +100,10 @@ def refuse_other_curve(checkpoint: Checkpoint, curve: Curve, *, allowed: Sequenc
         was = {key: value for key, value in was.items() if key in curve and key != STAGES}
     fields = {*_paths(was), *_paths(curve)}
     known = {*fields, *(part for field in fields for key in written_keys(field) for part in _parents(key))}
-    for name in allowed if whole else ():
+    for name in allowed:
         if name not in known and not _off(name, was, curve):
+            if not whole:
+                return  # it may be a field that is not here; the whole comparison tells
             near = suggest(name, sorted(known))
             remedy = f"did you mean '{near}'?" if near else f"name one of: {', '.join(sorted({*was, *curve}))}"
             raise ConfigError("run.allow_change", name, why="no such field alters the curve", remedy=remedy)

@@ -32,6 +32,6 @@ def test_a_recipe_takes_what_its_plan_says(config: str, machine: str, nodes: str
 def test_the_curves_are_those_of_the_law() -> None:
     assert (len(RECIPES), len(CURVES)) == (5, 3)
     for size, tokens, cells in CURVES:
-        [parameters], [whole] = numbers(size), numbers(tokens)
+        parameters, whole = numbers(f"{size} | {tokens}")
         losses = [chinchilla_loss(parameters, whole * share) for share in (0.1, 0.5, 1)]
         assert numbers(cells) == pytest.approx(losses, abs=0.003)

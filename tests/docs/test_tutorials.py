@@ -54,9 +54,9 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 KILLS = ("a-run-that-failed",)
 """Pages that look for a child of a process that they have started."""
 SWEPT = {*KILLS, "chat-fine-tuning", "choosing-a-layout", "first-hour", "train-in-stages", "train-longer"}
-"""Pages that take minutes: `make sweep-tests` runs them; the first hour is run with fewer steps, too. With the README,
-the wheel and the demo, the tutorials are ten jobs of an afternoon: install, a shipped config, one's own text, a
-published model, chat, stop and resume, evaluate, export and complete, compress, plan and submit."""
+"""Pages that take minutes: `make sweep-tests` runs them; the first hour runs with fewer steps, too. With README, wheel
+and demo they are ten jobs of an afternoon: install, a shipped config, one's own text, a published model, chat, stop and
+resume, evaluate, export and complete, compress, plan and submit."""
 IN_A_CLONE = {"train-in-stages": ("demo", "ds_configs")}
 """Pages whose commands read files of the repository."""
 BLOCK = re.compile(r"(?P<note><!-- not run: [^>]*-->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
