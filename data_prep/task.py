@@ -145,7 +145,7 @@ class DirectoryTask:
     """Base class of tasks whose result is a directory. Subclasses are frozen dataclasses that define `_work`.
 
     Attributes:
-        kind: what the task is, for its name; the directory tells it from others of its kind.
+        kind: First words of the name, e.g. "merge task"; the name of the directory follows them.
     """
 
     kind: ClassVar[str]

@@ -33,7 +33,7 @@ class OneWarning:
     """Calls functions that write to a tracker. The first failure is a warning, and training continues.
 
     Args:
-        text: what has failed; the message adds the error.
+        text: Subject of the warning and what it failed to do; the error follows it.
     """
 
     def __init__(self, text: str) -> None:
