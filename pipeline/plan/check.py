@@ -102,7 +102,7 @@ def answer_lines(entries: Sequence[Entry]) -> list[str]:
     unusual = [each for each in entries if each.label in _UNUSUAL][: MOST_LINES - len(_FIRST) - 1]
     usual = [each for each in entries if each.label not in (*_UNUSUAL, *_DETAILS)]
     usual = sorted(usual, key=place)[: MOST_LINES - 1 - len(unusual)]
-    lines = [_line(each, most=_WIDTH) for each in usual]
+    lines = [_line(each, most=None if each.label == "data" else _WIDTH) for each in usual]  # paths may be long
     left = [each for each in entries if each not in usual and each not in unusual]
     warned = sum(each.label in _UNUSUAL for each in left)
     more = f"{len(left)} more lines{f', {warned} of them warnings' if warned else ''}; --json: all values"

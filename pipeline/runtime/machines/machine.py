@@ -42,7 +42,7 @@ MOST_OF_PEAK = 2.0
 
 def _of_peak(values: tuple[float, float, float]) -> tuple[float, float, float]:
     if values[-1] > MOST_OF_PEAK:
-        raise ValueError("it is a share of the peak: 36 percent is 0.36")
+        raise ValueError("it is a share: 36 percent is 0.36")
     return values
 
 
@@ -175,7 +175,7 @@ class OverheadSection(Section):
     """Memory that the formulas of tensors do not count: low, typical, high."""
 
     bytes: Range = Field(description="Bytes of the device's context, of NCCL and of libraries")
-    fragmentation: Range = Field(description="Share of activations and logits that the allocator loses")
+    fragmentation: _Share = Field(description="Share of activations and logits that the allocator loses")
 
 
 class HostSection(Section):

@@ -175,6 +175,7 @@ def test_check_prints_the_resolved_run(tokens: Path, tmp_path: Path) -> None:
         assert words in done.stdout
     count = parameters_of(tiny_config(tokens, tmp_path)["model"]["config"], vocabulary=512)
     assert f"{count:,} parameters" in done.stdout
+    done = check("--config", str(path), "--processes", "2", "--verbose")
     for line in (
         "contiguous packing, attention crosses documents",
         "the newest 2 are kept",

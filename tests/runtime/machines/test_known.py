@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +119,10 @@ def test_a_number_in_another_unit_is_refused(tmp_path: Path, key: str, value: di
         load_machine(str(tmp_path / "mine.json"))
 
 
-def test_a_share_in_percent_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("at", "key"), [(("efficiency", "products"), "bf16"), (("overhead",), "fragmentation")])
+def test_a_share_in_percent_is_refused(at: tuple[str, ...], key: str, tmp_path: Path) -> None:
     raw = json.loads((Path(known.__file__).parent / "h100.json").read_text())
-    raw["efficiency"]["products"]["bf16"] = [30, 36, 40]
+    reduce(operator.getitem, at, raw)[key] = [30, 36, 40]
     (tmp_path / "mine.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"36 percent is 0\.36"):
         load_machine(str(tmp_path / "mine.json"))
