@@ -186,11 +186,8 @@ def test_the_command_prints_a_row_for_a_run_and_saves_a_machine_for_plan(runs: l
     machine = load_machine(str(saved))
     assert machine.scored.runs == tuple(words)
     config = runs[0].parent / "one.json"
-    output = output_of(
-        warm.run(
-            "-m", "pipeline", "plan", "--config", str(config), "--machine", str(saved), "--processes", "1", merged=True
-        )
-    )
+    words = ["--config", str(config), "--machine", str(saved), "--processes", "1", "--verbose"]
+    output = output_of(warm.run("-m", "pipeline", "plan", *words, merged=True))
     assert "calibrated" in output
     assert "the spread of 2 runs on cpu" in output
 
