@@ -45,8 +45,8 @@ sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[name])
 pipeline.engines.optim.__path__.append(folder)
 from pipeline.__main__ import main
-for verb in ("check", "train"):
-    sys.argv = ["headrace", verb, "--config", config]
+for verb, *options in (["check", "--verbose"], ["train"]):
+    sys.argv = ["headrace", verb, "--config", config, *options]
     if main():
         sys.exit(verb)
 """

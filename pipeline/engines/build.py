@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from foundation.errors import ConfigError
+from foundation.quick_imports import quick_imports
 from pipeline.config.rules.resolve import ResolvedRun
 from pipeline.config.sections.run import LaunchSection
 from pipeline.engines.base import Engine, Objective
@@ -51,13 +52,12 @@ def build_engine(
 
         assert mesh is not None
         return TorchParallel(run, model, values, objective, device=device, mesh=mesh)
-    if run.topology.pp > 1:
+    with quick_imports():
         from pipeline.engines.deepspeed.pipeline import DeepSpeedPipeline  # noqa: PLC0415
-
+        from pipeline.engines.deepspeed.zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
+    if run.topology.pp > 1:
         assert mesh is not None
         return DeepSpeedPipeline(run, model, values, objective, device=device, mesh=mesh)
-    from pipeline.engines.deepspeed.zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
-
     return DeepSpeedZero(run, model, values, objective, device=device, mesh=mesh)
 
 

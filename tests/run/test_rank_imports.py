@@ -12,9 +12,11 @@ MODEL = "transformers.models.llama.modeling_llama"
 IMPORTS = """
 import contextlib, importlib, json, sys
 base, engine = sys.argv[1].split(","), sys.argv[2]
+from foundation.quick_imports import quick_imports
 with contextlib.redirect_stdout(sys.stderr):
-    for name in base:
-        importlib.import_module(name)
+    with quick_imports():
+        for name in base:
+            importlib.import_module(name)
     before = {*sys.modules}
     from pipeline.run import session
     from pipeline.run.preload import preload
