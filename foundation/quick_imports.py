@@ -15,8 +15,8 @@ def quick_imports() -> Iterator[None]:
     """Turns off the cyclic garbage collector for the imports in a block, and permanently exempts their objects from it.
 
     Importing torch and transformers makes 600,000 objects that all stay. The collector scans them again and again,
-    which took 1.0 of 4.4 s of CPU. After freezing, later collections skip them, too. DeepSpeed would import mlflow, where
-    it is installed, for its autotuner: another second.
+    which took 1.0 of 4.4 s of CPU. After freezing, later collections skip them, too. DeepSpeed would import mlflow,
+    where it is installed, for its autotuner: another second.
     """
     enabled, hidden = gc.isenabled(), _IN_VAIN - sys.modules.keys()
     gc.disable()

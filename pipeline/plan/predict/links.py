@@ -54,8 +54,8 @@ class LinkTopology:
         """The links among some devices of a node: if every two devices have a link, only the links between these.
 
         A ring over several host bridges crosses from one to the next once in each direction. Groups with a stride lie
-        between one another, so as many cross at once. In an all-to-all each device sends to every other: with g devices on
-        two bridges g / 4 times the bytes of a ring cross.
+        between one another, so as many cross at once. In an all-to-all each device sends to every other: with g devices
+        on two bridges g / 4 times the bytes of a ring cross.
 
         Args:
             devices: number of devices of the group.
