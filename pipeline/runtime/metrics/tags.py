@@ -1,4 +1,4 @@
-"""Names of metrics in trackers that group them by the part before the slash: TensorBoard, MLflow.
+"""Names of metrics in trackers that group them by the part before the slash: W&B, TensorBoard, MLflow.
 
 | group | metrics |
 |---|---|

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.sections.deepspeed import WandbSection
 from pipeline.runtime.metrics.sinks import OneWarning
-from pipeline.runtime.metrics.tags import scalars
+from pipeline.runtime.metrics.tags import tagged
 
 STEP = "train_step"
 """The x axis of all W&B charts. W&B's own step can only grow. It equals the run's step until a rollback, or until two
@@ -58,16 +58,15 @@ class WandbSink:
         self._try(lambda: self._run.define_metric("*", step_metric=STEP))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Logs the numbers of a row with its step; names of rows other than steps are prefixed with their kind.
+        """Logs the numbers of a row under their tags (`tags.py`), by which W&B groups its charts, with the row's step.
 
         W&B would drop a row of an earlier step (a rollback, a checkpoint written in the background), so it joins the
         row of the newest step, with its own step in `KIND/step`. For two values with one name and step W&B keeps only
         the last, so the second value gets a W&B step of its own.
         """
-        prefix = "" if kind == "step" else f"{kind}/"
-        numbers = {prefix + key: value for key, value in scalars(values).items()}
-        if prefix:
-            numbers[f"{prefix}step"] = step
+        numbers = tagged(kind, values)
+        if kind != "step":
+            numbers[f"{kind}/step"] = step
         if kind == "step" and step + self._ahead <= self._newest:  # after a rollback
             self._ahead = self._newest + 1 - step
         late = step + self._ahead < self._newest

@@ -91,12 +91,12 @@ def test_the_event_records_the_samples_the_values_and_the_skips(rolled_back: Pat
 
 def test_wandb_keeps_the_rows_from_before_and_after_the_rollback(rolled_back: Path) -> None:
     rows = logged(rolled_back / "run")
-    steps = [row["train_step"] for row in rows if "loss" in row]
+    steps = [row["train_step"] for row in rows if "loss/train" in row]
     assert steps == [*range(1, BAD_STEP), *range(CHECKPOINT + 1, 21)]
     assert [row["event/step"] for row in rows if "event/bad_step" in row] == [CHECKPOINT]
     # logged when they are written, with rows of later steps
     assert [row["event/step"] for row in rows if "event/waited_seconds" in row] == [5, 10, 15, 20]
-    assert [row["train_step"] for row in rows if "eval/loss" in row] == [20]
+    assert [row["train_step"] for row in rows if "loss/held_out" in row] == [20]
 
 
 def test_every_later_checkpoint_records_the_skips(rolled_back: Path) -> None:

@@ -137,9 +137,9 @@ def test_wandb_without_a_login_records_offline_under_the_run(tokens: Path, tmp_p
     command = command_line("train.py", path, "run.steps=3", "scheduler=auto", processes=1)
     subprocess.run(command, check=True, capture_output=True, env=environment)
     rows = logged(tmp_path / "run")
-    assert [row["train_step"] for row in rows if "loss" in row] == [1, 2, 3]
-    assert [row["_step"] for row in rows if "loss" in row] == [1, 2, 3]
-    assert {row["loss"] for row in rows if "loss" in row} == set(losses(tmp_path / "run").values())
+    assert [row["train_step"] for row in rows if "loss/train" in row] == [1, 2, 3]
+    assert [row["_step"] for row in rows if "loss/train" in row] == [1, 2, 3]
+    assert {row["loss/train"] for row in rows if "loss/train" in row} == set(losses(tmp_path / "run").values())
 
 
 def test_wandbs_own_step_is_that_of_the_run_after_a_kill_and_only_grows_after_a_rollback(
