@@ -161,6 +161,8 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "stage 1, bf16, chunked loss": at(1, BF16, CHUNKED),
             "weights gathered per step": at(2, tier=ALWAYS),
             "dualpipev": at(0, DUALPIPEV, pp=2),
+            "interleaved, ends without layers": at(2, INTERLEAVED, tier=CI, pp=2, virtual_stages=3),
+            "interleaved, last without layers": at(1, INTERLEAVED, model(num_hidden_layers=5), pp=2, virtual_stages=3),
             "pipeline, 3 times as fast on the first rank": at(2, pp=2, stage_speeds=[3, 1]),
             "interleaved, twice as fast on the last rank": at(2, INTERLEAVED, LAYERS_8, pp=2, stage_speeds=[1, 2]),
             "reduced in bf16": at(3, REDUCED_IN_BF16, tier=CI),
@@ -177,6 +179,8 @@ TABLE: Mapping[str, Mapping[tuple[str, int], Mapping[str, tuple[Tier, Keys]]]] =
             "pp 2 x tp 2, untied": at(2, UNTIED, tier=ALWAYS, pp=2, tp=2),
             "pp 4, dualpipev, clipped, 20 steps": at(2, DUALPIPEV, LAYERS_8, CLIPPED, LONG, pp=4),
             "pp 2 x tp 2, dualpipev, full": at(2, DUALPIPEV, FULL, pp=2, tp=2),
+            "pp 2 x dp 2, ends without layers, full": at(3, INTERLEAVED, FULL, pp=2, virtual_stages=3),
+            "pp 2 x tp 2, ends without layers": at(2, INTERLEAVED, AOT, SELECTIVE, pp=2, tp=2, virtual_stages=3),
             "experts": at(3, MOE, tier=ALWAYS),
         },
         ("deepspeed", 2): {

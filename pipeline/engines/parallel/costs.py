@@ -106,7 +106,8 @@ def describe_stages(model: nn.Module, stages: Sequence[StageLayers]) -> list[str
     for stage, parameters in zip(stages, stage_parameters(model, stages), strict=True):
         first, end = stage.layers
         extra = [name for name, present in (("embedding", stage.first), ("head", stage.last)) if present]
-        modules = ", ".join([f"layers {first}-{end - 1}" if end - first > 1 else f"layer {first}", *extra])
+        layers = [f"layers {first}-{end - 1}" if end - first > 1 else f"layer {first}"] if end > first else []
+        modules = ", ".join([*layers, *extra])
         share = f"{stage.cost / total:.1%} of the FLOPs"
         size = f"{parameters:,} parameters ({parameters * bytes_each / 2**20:,.1f} MiB)"
         lines.append(f"stage {stage.index}: {modules}; {share}, {size}")

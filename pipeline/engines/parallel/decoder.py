@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.causal, self.layout = causal, layout
         self._owners = owners
-        self._ends = StageEnds.of(causal, dtype=layout.dtype)
+        self._ends = StageEnds.of(causal, dtype=layout.dtype, first=layout.first, last=layout.last)
         self._own_head = OwnHead(causal) if layout.last and layout.own_head else None
         self._windows = attention_windows(causal.config)
         self._lengths = follow_sequence_lengths(causal)

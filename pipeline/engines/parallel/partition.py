@@ -9,6 +9,7 @@ divided evenly among its virtual stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from pipeline.config.shares import even_parts
 from pipeline.engines.common import matrices_of
 from pipeline.engines.parallel.costs import describe_stages, forward_flops
 from pipeline.engines.parallel.rank_model import Footprint, counts_of, first_prefixes, layer_of, rank_model, widths_of
+from pipeline.engines.parallel.stage_plan import stage_plan
 from pipeline.engines.parallel.stages import StageLayers, layer_list, split_layers
 from pipeline.engines.sizes.memory import peak_memory
 
@@ -33,7 +35,10 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     if count == 1:
         return [StageLayers(0, 1, (0, model.config.num_hidden_layers), 0.0)]  # type: ignore[union-attr, arg-type]
     layers = len(layer_list(model)[1])
-    if layers < count:
+    # each rank needs a layer, and both ends are on one rank of a V; messages with more than hidden states need layers
+    several = run.virtual_stages > 1 and not run.config.parallel.schedule_kind.v_shaped
+    bare_ends = several and not stage_plan(model).carried
+    if layers < count - 2 * bare_ends:
         virtual = run.virtual_stages
         why = f"{run.topology.pp} ranks x {virtual} stages each are {count}, and the model has {layers} decoder layers"
         remedy = f"use parallel.pp {max(1, layers // virtual)}" + (", or fewer virtual_stages" if virtual > 1 else "")
@@ -42,11 +47,12 @@ def pipeline_stages(run: ResolvedRun, model: nn.Module) -> list[StageLayers]:
     devices = run.stage_devices
     speeds = [devices.speeds[run.rank_of_stage(stage)] for stage in range(count)]
     if devices.memory is None:
-        return split_layers(costs, head=head, stages=count, speeds=speeds)
+        return split_layers(costs, head=head, stages=count, speeds=speeds, bare_ends=bare_ends)
     fit = _Fit(run, model, devices.memory)
-    stages = split_layers(costs, head=head, stages=count, speeds=speeds, limit=fit.limit)
+    split = partial(split_layers, costs, head=head, stages=count, speeds=speeds, bare_ends=bare_ends)
+    stages = split(limit=fit.limit)
     if not stages or fit.short(stages):
-        raise fit.error(stages or split_layers(costs, head=head, stages=count, speeds=speeds))
+        raise fit.error(stages or split())
     return stages
 
 

@@ -55,15 +55,18 @@ def split_layers(
     stages: int,
     speeds: Sequence[float] | None = None,
     limit: Callable[[int, int], int] | None = None,
+    bare_ends: bool = False,
 ) -> list[StageLayers]:
     """Splits layers into consecutive stages that minimize the time of the slowest stage (dynamic programming).
 
     Args:
         costs: cost of every layer, in any unit.
         head: cost of the final norm and head, which belong to the last stage.
-        stages: number of stages; every stage gets at least one layer.
+        stages: number of stages; every stage gets at least one layer, but as `bare_ends` says.
         speeds: speed of every stage's device, in any unit; None for equal speeds. A stage's time is its cost / speed.
         limit: function (stage, its first layer) -> largest end of a stage that fits its device; None for no limit.
+        bare_ends: whether the last stage, and if need be the first one, has no layer where there are fewer layers than
+            stages, as Megatron counts head and embedding as layers: 126 layers in 16 x 8 stages.
 
     Returns:
         The stages with their costs; none if no split is within the limits.
@@ -72,9 +75,7 @@ def split_layers(
         ConfigError: there are fewer layers than stages.
     """
     layers = len(costs)
-    if layers < stages:
-        why = f"the model has {layers} decoder layers, and every stage needs one"
-        raise ConfigError("parallel.pp", stages, why=why, remedy=f"use at most {layers} stages in all")
+    least = _least_layers(layers, stages, bare_ends=bare_ends)
     total = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, end: int) -> float:
@@ -87,12 +88,12 @@ def split_layers(
     # stage
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(stages):
-        # every stage after this one needs a layer; the last one ends with the last layer
-        last = layers - (stages - stage - 1)
+        # stages after this one need layers; the last one ends with the last layer
+        last = layers - sum(least[stage + 1 :])
         found: dict[int, tuple[float, int]] = {}
         for start, (before, _) in best[-1].items():
             most = last if limit is None else min(last, limit(stage, start))
-            for end in range(max(start + 1, layers if stage == stages - 1 else 0), most + 1):
+            for end in range(max(start + least[stage], layers if stage == stages - 1 else 0), most + 1):
                 way = (max(before, seconds(stage, start, end)), start)
                 found[end] = min(found.get(end, way), way)
         best.append(found)
@@ -103,6 +104,15 @@ def split_layers(
         bounds.append(found[bounds[-1]][1])
     pairs = pairwise(reversed(bounds))
     return [StageLayers(i, stages, pair, cost(i, *pair)) for i, pair in enumerate(pairs)]
+
+
+def _least_layers(layers: int, stages: int, *, bare_ends: bool) -> list[int]:
+    """Returns the smallest number of layers of each stage; see `split_layers`."""
+    bare = max(0, stages - layers)
+    if bare > 2 * bare_ends or not layers:
+        why = f"the model has {layers} decoder layers, and every stage needs one"
+        raise ConfigError("parallel.pp", stages, why=why, remedy=f"use at most {layers} stages in all")
+    return [int(bare < 2), *(1,) * (stages - 2), int(bare < 1)] if stages > 1 else [1]
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -226,35 +236,74 @@ def _remove(model: nn.Module, name: str, plan: StagePlan) -> None:
     model.set_submodule(name, Absent(width=width, dtype=dtype, positions=bool(plan.carried)))
 
 
+class LayerEntry:
+    """Gives the model's first layer the states that another stage, which has no layer, sent; as `PassThrough` does.
+
+    Hooks of layers are outside of recomputation and of compiled code.
+    """
+
+    copies = True
+    states: Tensor | None = None
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.kept: Tensor | None = None
+        layer.register_forward_pre_hook(self._replace, with_kwargs=True)
+
+    def _replace(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return ((self.states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self.states})
+
+
+class LayerExit:
+    """Keeps what the model's last layer returns, for a stage that has none."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.states: Tensor | None = None
+        layer.register_forward_hook(self._keep)
+
+    def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
+        self.kept = output[0] if isinstance(output, tuple) else output
+
+
 @dataclass(frozen=True)
 class StageEnds:
     """The replaced layers beside those of a stage.
 
     Attributes:
-        before: the layer before the stage's first one; None in the first stage.
-        after: the layer after the stage's last one; None in the last stage.
+        before: the layer before the stage's first one; its entry if it is the model's first; None in the first stage.
+        after: the layer after the stage's last one; its exit if it is the model's last; None in the last stage.
         message: the messages of the stage if more than hidden states are sent; else None.
     """
 
-    before: PassThrough | None
-    after: PassThrough | None
+    before: PassThrough | LayerEntry | None
+    after: PassThrough | LayerExit | None
     message: StageMessage | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, *, dtype: torch.dtype) -> StageEnds:
-        """Finds them in a model reduced by `keep_stage`; none in a full model."""
+    def of(cls, model: nn.Module, *, dtype: torch.dtype, first: bool, last: bool) -> StageEnds:
+        """Finds them in a model reduced by `keep_stage`; none in a full model.
+
+        Args:
+            model: the model.
+            dtype: dtype of messages.
+            first, last: whether the stage is the first or the last one.
+        """
         lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
         for layers in lists:
             replaced = [isinstance(layer, PassThrough) for layer in layers]
             if any(replaced):
-                first, end = replaced.index(False), len(replaced) - replaced[::-1].index(False)
-                before = layers[first - 1] if first else None
-                after = layers[end] if end < len(layers) else None
+                if all(replaced):  # a stage without layers is the first or the last one
+                    begin = end = 0 if first else len(replaced)
+                else:
+                    begin, end = replaced.index(False), len(replaced) - replaced[::-1].index(False)
+                before = layers[begin - 1] if begin else None if first else LayerEntry(layers[0])
+                after = layers[end] if end < len(layers) else None if last else LayerExit(layers[-1])
                 carried: Any = layers[replaced.index(True)].carried
                 if carried:
-                    return cls(None, None, StageMessage(list(layers), carried, (first, end), dtype=dtype))
-                if after is not None:
-                    after.keeps = True  # type: ignore[assignment]
+                    return cls(None, None, StageMessage(list(layers), carried, (begin, end), dtype=dtype))
+                if isinstance(after, PassThrough):
+                    after.keeps = True
                 return cls(before, after)  # type: ignore[arg-type]
         return cls(None, None)
 

@@ -48,6 +48,20 @@ def test_the_split_is_optimal(costs: list[float], head: float, stages: int) -> N
     assert sum(stage.cost for stage in found) == pytest.approx(sum(costs) + head)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipev"])
+def test_ends_without_layers_where_head_and_embedding_count_as_layers(schedule: str) -> None:
+    run = resolved(world_size=2, parallel={"pp": 2, "schedule": schedule})
+    for layers, expected in ((3, [1, 1, 1, 0]), (2, [0, 1, 1, 0])):
+        model = meta_of("llama", num_hidden_layers=layers)
+        if schedule == "dualpipev":  # both ends are on the first rank, which needs a layer
+            with pytest.raises(ConfigError, match="2 stages each are 4"):
+                pipeline_stages(run, model)
+        else:
+            assert layers_of(run, model) == expected
+    with pytest.raises(ConfigError, match="2 stages each are 4"):
+        pipeline_stages(run, meta_of("llama", num_hidden_layers=1))
+
+
 DEVICES = st.integers(1, 5).flatmap(
     lambda stages: st.tuples(
         st.lists(st.floats(0.1, 10), min_size=stages, max_size=8),
