@@ -52,12 +52,15 @@ def build_engine(
 
         assert mesh is not None
         return TorchParallel(run, model, values, objective, device=device, mesh=mesh)
-    with quick_imports():
-        from pipeline.engines.deepspeed.pipeline import DeepSpeedPipeline  # noqa: PLC0415
-        from pipeline.engines.deepspeed.zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
     if run.topology.pp > 1:
+        with quick_imports():
+            from pipeline.engines.deepspeed.pipeline import DeepSpeedPipeline  # noqa: PLC0415
+
         assert mesh is not None
         return DeepSpeedPipeline(run, model, values, objective, device=device, mesh=mesh)
+    with quick_imports():
+        from pipeline.engines.deepspeed.zero import DeepSpeedZero  # noqa: PLC0415  imports for seconds
+
     return DeepSpeedZero(run, model, values, objective, device=device, mesh=mesh)
 
 

@@ -147,17 +147,27 @@ def _experts(planned: PlannedRun) -> bool:
     return bool(planned.costs.widths.all_experts)
 
 
+def _is_known(each: Candidate, planned: PlannedRun) -> bool:
+    """Whether plans of the layout's kind were compared with published runs."""
+    return published(each.run, experts=_experts(planned))
+
+
+def _error(planned: PlannedRun) -> float:
+    """Median error of plans for this kind of model."""
+    return ERRORS["experts" if _experts(planned) else "dense"]
+
+
 def _first_known(found: Search, best: Sequence[Candidate], planned: PlannedRun) -> list[Candidate]:
     """The fastest layout of a kind that was compared with published runs, if `best` has none."""
-    if any(published(each.run, experts=_experts(planned)) for each in best):
+    if any(_is_known(each, planned) for each in best):
         return []
-    known = (each for each in found.fitting() if published(each.run, experts=_experts(planned)))
+    known = (each for each in found.fitting() if _is_known(each, planned))
     return allowed((each for each in known if "fp8.enabled" not in each.sets), planned.costs, count=1)
 
 
 def _is_tie(each: Verified, first: float, planned: PlannedRun) -> bool:
     """Whether the layout is slower than the first by no more than the median error of plans for this kind of model."""
-    return each.candidate.step_s / first - 1 <= ERRORS["experts" if _experts(planned) else "dense"]
+    return each.candidate.step_s / first - 1 <= _error(planned)
 
 
 def _table(verified: Sequence[Verified], planned: PlannedRun) -> Table:
@@ -165,17 +175,16 @@ def _table(verified: Sequence[Verified], planned: PlannedRun) -> Table:
     first = min(each.candidate.step_s for each in verified)
 
     def place(each: Verified) -> tuple[bool, bool, int, float]:
-        run, tie = each.candidate.run, _is_tie(each, first, planned)
-        unknown = not published(run, experts=_experts(planned))
-        return not tie, tie and unknown, _axes_of(run) if tie else 0, each.candidate.step_s
+        found, tie = each.candidate, _is_tie(each, first, planned)
+        return not tie, tie and not _is_known(found, planned), _axes_of(found.run) if tie else 0, found.step_s
 
     known = sorted(verified, key=lambda each: each.candidate.step_s)[:_SHOWN]
     known += [each for each in verified if each not in known and published(each.candidate.run, experts=True)][:1]
     rows = []
     for each in sorted(known, key=place):
         slower = f"{each.candidate.step_s / first - 1:+.1%}{', tie' if _is_tie(each, first, planned) else ''}"
-        like = published(each.candidate.run, experts=_experts(planned))
-        rows.append([*_row(each, planned), slower, "published runs" if like else "no published run"])
+        like = "published runs" if _is_known(each.candidate, planned) else "no published run"
+        rows.append([*_row(each, planned), slower, like])
     return Table(_HEAD, rows)
 
 
@@ -188,7 +197,7 @@ def _ties(verified: Sequence[Verified], planned: PlannedRun) -> list[tuple[str, 
     first = min(each.candidate.step_s for each in verified)
     count = sum(_is_tie(each, first, planned) for each in verified)
     kind = "experts" if _experts(planned) else "dense"
-    why = f"within {ERRORS[kind]:.0%}, the median error of plans of published runs ({kind})"
+    why = f"within {_error(planned):.0%}, the median error of plans of published runs ({kind})"
     order = "those with published runs of their kind first, then those with fewer axes; --calibrate decides"
     return [("ties", f"{count} layouts are {why}: {order}")] if count > 1 else []
 
@@ -267,7 +276,7 @@ def _plain(
             "executed_peak": each.peak,
             "not_executed": each.why_not or None,
             "tie": _is_tie(each, first, planned),
-            "published_runs": published(candidate.run, experts=_experts(planned)),
+            "published_runs": _is_known(candidate, planned),
         }
 
     return {
